@@ -876,6 +876,45 @@ def test_a_tensor_of_the_samples_that_fn_keeps_is_refused(method, make, size, de
         psg.per_sample_grad(fn, method=method)(w, x[:size])
 
 
+OUTSIDE = {
+    "vmap": lambda norms, w: torch.func.vmap(norms)(torch.stack([w, w, w])),
+    "two vmaps": lambda norms, w: torch.func.vmap(torch.func.vmap(norms))(torch.stack([w, w, w])[None]),
+    "grad": lambda norms, w: torch.func.grad(lambda w: norms(w).sum())(w),
+    "jvp": lambda norms, w: torch.func.jvp(norms, (w,), (w,)),
+}
+
+
+@pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+def test_a_kept_tensor_of_the_samples_is_refused_inside_transforms(method, outside, device):
+    """At the level of the transform around psg's call it looked as if it were alive."""
+    kept = {}
+
+    def fn(w, x):
+        return (w * x * kept.setdefault("scale", x.abs().sum())).tanh().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(3, 3, device=device)
+    norms = psg.per_sample_norm(fn, method=method)
+    norms(w, x)
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        outside(lambda w: norms(w, x), w)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_kept_tensor_of_the_samples_is_refused_in_transforms_of_fn(method, device):
+    kept = {}
+
+    def fn(w, x):
+        scale = kept.setdefault("scale", x.abs().sum())
+        return torch.func.vmap(lambda row: (row * x * scale).tanh().sum())(torch.stack([w, 2 * w, 3 * w])).sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(3, 3, device=device)
+    norms = psg.per_sample_norm(fn, method=method)
+    torch.func.vmap(lambda w: norms(w, x))(torch.stack([w, w, w]))
+    with pytest.raises(psg.StateError, match="kept from an earlier call"):
+        norms(w, x)
+
+
 def in_a_thread(function):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

@@ -1,5 +1,6 @@
 """Marks on the tensors that a pass under vmap has made."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -11,6 +12,20 @@ from torch.overrides import _get_current_function_mode_stack
 
 from psg._errors import Stale
 from psg._torch import _functorch
+
+
+class _OfPass:
+    """The mark of what a pass makes.
+
+    Args:
+        number: How many passes have begun before it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_numbers = itertools.count()
 
 
 class Marks:
@@ -31,7 +46,8 @@ class Marks:
 
     def __init__(self, *levels: int) -> None:
         self._levels = levels
-        self.made, self.drawn = object(), object()
+        number = next(_numbers)
+        self.made, self.drawn = _OfPass(number), _OfPass(number)
         self.assumed: object | None = None
         self._unmarked: dict[StorageWeakRef, list[ref[Tensor]]] = {}  # outputs noted, by their storage
 
@@ -99,7 +115,7 @@ class Marks:
         """The mark of this pass on one of these, `drawn` before the other; None if there is none.
 
         Raises:
-            Stale: One was made by another pass at this level.
+            Stale: One was made by another pass, at this level or before this pass began.
         """
         found = None
         for tensor in tensors:
@@ -110,7 +126,9 @@ class Marks:
                 found = mark
             elif mark is not None:
                 level = _functorch.level_of(tensor)  # below 0: without a wrapper, or with one of a grad that has ended
-                if level in self._levels or level < 0 and not _is_of_running_pass(mark):
+                # Passes inside of this one have begun later. At the level of an earlier one there may be a transform of the user's by now.
+                may_have_ended = level < 0 or isinstance(mark, _OfPass) and mark.number < self.made.number
+                if level in self._levels or may_have_ended and not _is_of_running_pass(mark):
                     raise Stale("a tensor of an earlier pass")
         return found
 
