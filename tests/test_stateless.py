@@ -1629,6 +1629,58 @@ def test_activations_that_a_module_keeps_inside_of_another_transform(device):
     assert_trees_close(torch.func.grad(fn)(scale), torch.func.grad(lambda scale: x.norm(dim=1).sum() * 2 * scale)(scale), per_sample=False)
 
 
+class _Memoising(nn.Module):
+    """Makes a constant in its first call."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.linear, self.scale, self.tables, self.counts, self.calls = nn.Linear(4, 3), None, {}, counts, 0
+
+    def forward(self, x):
+        self.calls += self.counts
+        if self.scale is None:
+            self.scale = torch.arange(1.0, 4.0, device=x.device)
+        shift = self.tables.setdefault("shift", torch.ones(3, device=x.device))
+        return self.linear(x) * self.scale + shift
+
+
+WITHIN = {
+    "vmap": lambda norms, p: torch.func.vmap(norms)({name: leaf[None] for name, leaf in p.items()})[0],
+    "grad": lambda norms, p: torch.func.grad(lambda p: ((own := norms(p)).sum(), own), has_aux=True)(p)[1],
+    "jvp": lambda norms, p: torch.func.jvp(norms, (p,), (p,))[0],
+    "nothing": lambda norms, p: norms(p),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@pytest.mark.parametrize("outer", WITHIN.values(), ids=WITHIN)
+def test_a_constant_that_a_module_keeps(outer, method, device):
+    """Under a wrapper of a transform that has ended, it was taken for one made from the samples."""
+    module, x = _Memoising(False).to(device), torch.randn(5, 4, device=device)
+    loss, params = psg.stateless(module, lambda output: output.sum().tanh())
+    expected = torch.stack([leaf.flatten(1).square().sum(1) for leaf in loop_grad(loss)(params, x).values()]).sum(0).sqrt()
+    module.scale, module.tables = None, {}
+    for _ in range(2):
+        assert_trees_close(outer(lambda p: psg.per_sample_norm(loss, method=method)(p, x), params), expected)
+    module(x)
+    for _ in range(2):
+        assert_trees_close(outer(lambda p: psg.per_sample_norm(loss, method=method)(p, x), params), expected)
+
+
+def test_a_constant_that_a_module_keeps_and_counts(device):
+    module, x = _Memoising(True).to(device), torch.randn(5, 4, device=device)
+    loss, params = psg.stateless(module, lambda output: output.sum().tanh())
+    norms = psg.per_sample_norm(loss, method="vmap")
+    norms(params, x)
+    with pytest.raises(psg.StateError, match="or under its vmap"):
+        norms(params, x)
+    with pytest.raises(psg.StateError, match="clear it, and run the module once, in this mode, before psg does"):
+        module(x)
+    module.scale, module.tables = None, {}
+    module(x)
+    assert_trees_close(norms(params, x), norms(params, x))
+
+
 class _Keeping(nn.Module):
     """Keeps a value of a parameter, or of the samples, in some way, and writes into a tensor after a reshape: psg runs it a second time."""
 

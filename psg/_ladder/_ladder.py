@@ -109,10 +109,10 @@ def refuse_stale(name: str, error: Exception) -> None:
     """Raise StateError, for the function of this name, if an error comes of a tensor that fn has kept from an earlier call."""
     if Stale.seen_in(error):
         raise StateError(
-            f"{name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was "
-            "made from the samples or the parameters of that call, and cannot be used any more. Make it anew in every call, and clear "
-            "the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn. (Or fn uses "
-            "samples or parameters in a thread that it starts, where only method='loop' can follow.)"
+            f"{name}: fn uses a tensor that it has kept from an earlier call, in a module's attribute or a cache. That tensor was made "
+            "from the samples or the parameters of that call, or under its vmap, and cannot be used any more. Make it anew in every call, "
+            "and clear the one that is kept now; a tensor that depends on neither samples nor parameters may be made outside of fn. (Or fn "
+            "uses samples or parameters in a thread that it starts, where only method='loop' can follow.)"
         ) from error
 
 

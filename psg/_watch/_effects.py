@@ -76,10 +76,10 @@ class Attributes:
     def forget_results(self, constants: bool) -> None:
         """Take out again what a pass has computed from the samples or the parameters and left where nothing was, as in a cache.
 
-        It is of no use after the pass, and the next one would meet it. What was there before does not come back in the place of a result:
-        who reads that would take the one for the other. Nor is anything changed in a module of which a flag or a number has changed, which
-        may say that the result is there. What stays of a transform's tensors, which have no values outside of it, becomes `Forgotten`, so
-        that the module can be copied and saved.
+        It is of no use after the pass, and the next one would meet it. So are constants that the pass' transforms have wrapped. What was
+        there before does not come back in the place of a result: who reads that would take the one for the other. Nor is anything changed
+        in a module of which a flag or a number has changed, which may say that the result is there. What stays of a transform's tensors,
+        which have no values outside of it, becomes `Forgotten`, so that the module can be copied and saved.
 
         Args:
             constants: Whether to take out all tensors, after a pass that does not mark what depends on the samples.
@@ -137,7 +137,8 @@ class Forgotten(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise Stale(
             "a module's attribute, read here, was set inside of fn. There it held a tensor of one sample, under vmap, which has no value "
-            "outside of fn and cannot be used in a later call: let fn return it as aux (has_aux=True)"
+            "outside of fn and cannot be used in a later call: let fn return it as aux (has_aux=True). Or, if it depends on neither "
+            "samples nor parameters, clear it, and run the module once, in this mode, before psg does"
         )
 
     def __deepcopy__(self, memo: Any) -> "Forgotten":
@@ -168,9 +169,10 @@ def _refill(collection: Any, items: Any) -> None:
 
 
 def _holds_results(value: Any, constants: bool) -> bool:
-    """Whether a value holds tensors that a pass has made from the samples or the parameters, or any."""
+    """Whether a value holds tensors that a pass has made from the samples or the parameters, or under its transforms, or any."""
     with torch._C.DisableTorchFunction():  # a pass around this one would look at each question
-        return any(constants or tensor.requires_grad or is_marked(tensor) for tensor in _trees.tensors_in(_trees.flatten(value)[0]))
+        tensors = _trees.tensors_in(_trees.flatten(value)[0])
+        return any(constants or tensor.requires_grad or is_marked(tensor) or _has_ended(tensor) for tensor in tensors)
 
 
 class _Changes(NamedTuple):
