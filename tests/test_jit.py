@@ -25,6 +25,7 @@ from cases import N, each_case
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import psg
@@ -2118,6 +2119,17 @@ def test_anomaly_detection_runs_eagerly():
             found = fast(w, x)
     assert fast.cache_info() == []
     assert_trees_close(fast(w, x), found)
+    assert [entry.error for entry in fast.cache_info()] == [None]
+
+
+def test_what_a_traced_module_leaves_in_its_attributes(device):
+    """The tensor that takes the place of a pruned weight could not be made under a tracer."""
+    module = prune.l1_unstructured(nn.Linear(3, 3), "weight", amount=4).to(device)
+    loss, params = psg.stateless(module, F.mse_loss)
+    fn = psg.clipped_grad(loss, 1.0)
+    fast, x = psg.jit(fn, backend="eager"), torch.randn(5, 3, device=device)
+    for _ in range(2):
+        same(fast(params, x, x.sin()), fn(params, x, x.sin()))
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 

@@ -99,7 +99,7 @@ class Attributes:
                         del attributes[name]
                 value = attributes.get(name)
                 if value is not held.get(name) and any(map(_has_ended, _trees.tensors_in(_trees.flatten(value)[0]))):
-                    attributes[name] = _trees.map_tensors(lambda tensor: Forgotten() if _has_ended(tensor) else tensor, value)
+                    attributes[name] = _trees.map_tensors(lambda tensor: _FORGOTTEN if _has_ended(tensor) else tensor, value)
 
     def adopt(self, given: dict[int, Tensor]) -> None:
         """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
@@ -155,6 +155,9 @@ def _has_ended(tensor: Tensor) -> bool:
     """Whether a transform that has ended has wrapped this tensor."""
     with torch._C.DisableTorchFunction():
         return _functorch.is_wrapped(tensor) and not 0 < _functorch.level_of(tensor) <= _functorch.current_level()
+
+
+_FORGOTTEN = Forgotten()  # made here, where no mode sees it: tracers take its class for one of tensors that they could trace
 
 
 _COLLECTIONS = {dict, OrderedDict, list, set}
