@@ -1629,6 +1629,39 @@ def test_activations_that_a_module_keeps_inside_of_another_transform(device):
     assert_trees_close(torch.func.grad(fn)(scale), torch.func.grad(lambda scale: x.norm(dim=1).sum() * 2 * scale)(scale), per_sample=False)
 
 
+class _Appending(nn.Module):
+    """Keeps its activations in collections that are there before, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.items, self.entries, self.calls = nn.Linear(4, 2), [], {"none": None}, 0
+
+    def forward(self, x):
+        self.calls += 1
+        output = self.linear(x)
+        self.items.append(output)
+        self.entries["last"] = output.detach()
+        return output
+
+
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+def test_activations_that_a_module_appends(method, tmp_path, device):
+    """They stayed in the collections, where they could neither be copied nor saved."""
+    model, x = _Appending().to(device), torch.randn(5, 4, device=device)
+    kept = model.items, model.entries
+    loss, params = psg.stateless(model, lambda output: output.square().sum())
+    for _ in range(2):
+        grads = psg.per_sample_grad(loss, method=method)(params, x)
+        torch.save(model, tmp_path / "model.pt")
+        for own in (model, copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert len(own.items) == own.calls
+            for tensor in (*own.items, own.entries["last"]):
+                with pytest.raises(psg.StateError, match="let fn return it as aux"):
+                    tensor.sum()
+    assert model.items is kept[0] and model.entries is kept[1]
+    assert_trees_close(grads, loop_grad(loss)(params, x))
+
+
 class _Memoising(nn.Module):
     """Makes a constant in its first call."""
 

@@ -1,6 +1,7 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
 import contextlib
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -98,8 +99,11 @@ class Attributes:
                     else:
                         del attributes[name]
                 value = attributes.get(name)
-                if value is not held.get(name) and any(map(_has_ended, _trees.tensors_in(_trees.flatten(value)[0]))):
-                    attributes[name] = _trees.map_tensors(lambda tensor: _FORGOTTEN if _has_ended(tensor) else tensor, value)
+                if value is not held.get(name):
+                    if _holds_ended(value):
+                        attributes[name] = _without_ended(value)
+                elif type(value) in _COLLECTIONS and _has_changed(value, self._contents.get(id(value), ())) and _holds_ended(value):
+                    _refill(value, _without_ended(value))
 
     def adopt(self, given: dict[int, Tensor]) -> None:
         """Put the module's own parameters, by the ids of the call's, under the further names that the call has registered."""
@@ -158,6 +162,20 @@ def _has_ended(tensor: Tensor) -> bool:
 
 
 _FORGOTTEN = Forgotten()  # made here, where no mode sees it: tracers take its class for one of tensors that they could trace
+
+
+def _holds_ended(value: Any) -> bool:
+    return any(map(_has_ended, _trees.tensors_in(_trees.flatten(value)[0])))
+
+
+def _without_ended(value: Any) -> Any:
+    return _trees.map_tensors(lambda tensor: _FORGOTTEN if _has_ended(tensor) else tensor, value)
+
+
+def _has_changed(collection: Any, before: Any) -> bool:
+    """Whether a collection holds other objects than before."""
+    now, then = (own.values() if isinstance(own, dict) else own for own in (collection, before))
+    return len(now) != len(then) or any(map(operator.is_not, now, then))
 
 
 _COLLECTIONS = {dict, OrderedDict, list, set}
