@@ -698,6 +698,69 @@ def test_a_scripted_function_with_a_variable_that_python_has_no_more(device):
         torch.func.jacrev(lambda w: psg.per_sample_norm(fn)(w, x))(w)
 
 
+def tripled(t: torch.Tensor) -> torch.Tensor:
+    return 3 * t
+
+
+def bound(t: torch.Tensor) -> torch.Tensor:
+    return names.act(t)
+
+
+def through_bound(t: torch.Tensor) -> torch.Tensor:
+    return bound(t) + 1
+
+
+def bound_in_turn(t: torch.Tensor) -> torch.Tensor:
+    return names.act(names.also(t))
+
+
+def bound_in_a_list(t: torch.Tensor) -> torch.Tensor:
+    return [names.act(own) for own in [t, 2 * t]][1]
+
+
+def bound_number(t: torch.Tensor) -> torch.Tensor:
+    return (names.number * t).tanh()
+
+
+def bound_later(t: torch.Tensor) -> torch.Tensor:
+    return globally_bound(t)
+
+
+names, former = types.ModuleType("names"), {"act": softclamp, "also": tripled, "number": 2.0}
+globally_bound = softclamp
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    "called, now",
+    [
+        (bound, {"act": tripled}),
+        (bound, {"act": torch.sin}),
+        (through_bound, {"act": tripled}),
+        (bound_in_turn, {"act": tripled, "also": softclamp}),
+        (bound_in_a_list, {"act": tripled}),
+        (bound_number, {"number": 3.0}),
+        (bound_later, {}),
+    ],
+    ids=["a function", "an op", "inside", "exchanged", "in a list", "a number", "a global"],
+)
+def test_names_that_stand_for_something_else_than_when_a_function_was_scripted(called, now, device, monkeypatch):
+    """TorchScript keeps what they stood for, and Python takes what they stand for now."""
+    vars(names).update(former)
+    script = torch.jit.script(called)
+
+    def fn(w, x):
+        return script(x @ w).sin().sum()
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device)
+    for bound_now, rung in (({}, "capture"), (now, "vmap"), ({}, "capture")):
+        vars(names).update(former | bound_now)
+        if not now:
+            monkeypatch.setitem(globals(), "globally_bound", tripled if rung == "vmap" else softclamp)
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert psg.explain(fn)(w, x).rung == rung
+
+
 SCRIPTED = [
     *(f"torch.{op}(a)" for op in "sin cos tan asin acos atan sinh cosh asinh atanh log1p log2 log10 expm1 exp2 erf reciprocal".split()),
     *(f"torch.{op}(a)" for op in "floor ceil round trunc sign".split()),

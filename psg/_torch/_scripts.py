@@ -1,17 +1,18 @@
 """Calls of TorchScript, inside of which no function mode sees an op."""
 
-import inspect
+import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, _jit_internal
 from torch.jit._state import _try_get_jit_cached_function
+from torch.jit.frontend import get_default_args, get_jit_def
 
 from psg._errors import PsgError
-from psg._torch._cached import cached
 from psg._torch._ops import is_torchs
 from psg._torch._patches import patch
 
@@ -100,11 +101,11 @@ _patch = patch({(kind, "__call__"): _call for kind in _KINDS})
 def _run_inline(script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the Python function that `torch.jit.script` has compiled; NotImplemented where that might give another result, or fails."""
     original = getattr(script, "_torchdynamo_inline", None)
-    if not isinstance(original, FunctionType) or not _is_as_compiled(original):
+    if not isinstance(original, FunctionType):
         return NotImplemented
     # torch.jit.trace sets that attribute too, but has recorded one path through the function; and it does not enter torch's cache.
     compiled = _try_get_jit_cached_function(original)
-    if compiled is None or compiled.qualified_name != script.qualified_name:
+    if compiled is None or compiled.qualified_name != script.qualified_name or not _is_as_compiled(original):
         return NotImplemented
     try:
         return original(**_arguments(script.schema, args, kwargs))
@@ -114,25 +115,65 @@ def _run_inline(script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return NotImplemented
 
 
-@cached
 def _is_as_compiled(function: FunctionType) -> bool:
-    """Whether Python runs a function, and what it calls, as TorchScript does, which leaves out decorators and answers `is_scripting()`."""
-    pending, seen = [function], set()
+    """Whether Python runs a function as TorchScript does, which has compiled it with what its names stood for at that time."""
+    values = _values_of(function)
+    if values is None:
+        return False
+    known, answer = vars(function).get("_psg_as_compiled", (None, False))
+    if known is None or len(known) != len(values) or not all(map(operator.is_, known, values)):
+        answer = all(map(_compiles_to_the_same, dict.fromkeys([function, *filter(_is_users, values)])))
+        vars(function)["_psg_as_compiled"] = values, answer  # with the function, to which they may refer
+    return answer
+
+
+def _compiles_to_the_same(function: FunctionType) -> bool:
+    """Whether TorchScript would make of a function what it has made of it, if anything."""
+    if (compiled := _try_get_jit_cached_function(function)) is None:
+        return True
+    compile: Any = torch._C._jit_script_compile
+    with contextlib.suppress(Exception):
+        definition, names = get_jit_def(function, function.__name__), _jit_internal.createResolutionCallbackFromClosure(function)
+        return compile(compiled.qualified_name, definition, names, get_default_args(function)).code == compiled.code
+    return False
+
+
+def _is_users(value: Any) -> bool:
+    return isinstance(value, FunctionType) and not is_torchs(value)
+
+
+def _values_of(function: FunctionType) -> list[Any] | None:
+    """What the names in a function, and in those that it calls, stand for. None if Python runs one of them in another way than TorchScript.
+
+    That leaves out decorators and answers `is_scripting()`.
+    """
+    pending, seen, found = [function], set(), []
     while pending:
         if (own := pending.pop()) in seen:
             continue
         seen.add(own)
-        names = own.__code__.co_names
+        names = list(_names_in(own.__code__))
         if hasattr(own, "__wrapped__") or "is_scripting" in names:
-            return False
+            return None
         try:
-            found = inspect.getclosurevars(own)
+            values = [cell.cell_contents for cell in own.__closure__ or ()]
         except ValueError:  # a variable that it closes over has no value any more
-            return False
-        values = [*found.nonlocals.values(), *found.globals.values()]
-        values += [vars(module)[name] for module in values if isinstance(module, ModuleType) for name in names if name in vars(module)]
-        pending += [value for value in values if isinstance(value, FunctionType) and not is_torchs(value)]
-    return True
+            return None
+        values += [own.__globals__[name] for name in names if name in own.__globals__]
+        for value in values:  # and of modules within modules
+            if isinstance(value, ModuleType) and value not in seen:
+                seen.add(value)
+                values += [vars(value)[name] for name in names if name in vars(value)]
+        pending += filter(_is_users, values)
+        found += values
+    return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a comprehension, in Python 3.11
+            yield from _names_in(constant)
 
 
 def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
