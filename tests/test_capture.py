@@ -1,5 +1,6 @@
 """The capture pass: one call of fn, no weight gradients, derived values computed once, both ways below vmap, nothing left behind."""
 
+import contextlib
 import copy
 import gc
 import operator
@@ -398,6 +399,42 @@ def test_masks_of_few_numbers_do_not_keep_them_from_being_lifted(name, device, m
         assert len(calls) == 1
         assert_trees_close(grads, loop_grad(DENSITIES[name])(params, x))
     assert "exp: lifted" in psg.explain(fn)(params, x).leaves[-1].uses
+
+
+def rejected(w, x):
+    try:
+        return torch.distributions.Gamma(x, 1.0).mean.dot(w)
+    except ValueError:
+        return 5 * x.dot(w)
+
+
+CHECKED = {
+    "a branch": lambda w, x: x.dot(w) * (2 if torch._is_all_true(x > 0) else 3),
+    "a choice": lambda w, x: torch.where(torch._is_any_true(x < 0), x.dot(w), 3 * x.dot(w)),
+    "ops of ATen's": lambda w, x: torch.where(torch.ops.aten._is_all_true.default(x > 0), x.dot(w), 3 * x.dot(w)),
+    "arguments of a distribution": rejected,
+    "under a vmap": lambda w, x: torch.func.vmap(lambda row: torch.where(torch._is_all_true(row > 0), row, 3 * row).dot(w))(x[None]).sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_is_asked_of_all_entries_is_asked_of_each_sample(name, disabled, device):
+    """vmap's own rule reduces over all samples."""
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device).abs()
+    x[1:3, 0] *= -1
+    with psg.rules.disabled() if disabled else contextlib.nullcontext():
+        assert_trees_close(psg.per_sample_grad(CHECKED[name])(w, x), loop_grad(CHECKED[name])(w, x))
+
+
+def test_checks_of_what_distributions_draw_keep_samples_together(device):
+    def fn(w, x):
+        drawn = torch.distributions.Normal(w * x, 1.0).rsample((2,))
+        return torch.func.vmap(lambda row: torch.distributions.Normal(row, 1.0).log_prob(x).sum())(drawn).sum()
+
+    args = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    assert psg.explain(fn)(*args).rung == "capture"
 
 
 def test_few_numbers_in_ops_that_vmap_gets_wrong_are_computed_once(device, monkeypatch):
@@ -1083,6 +1120,9 @@ STAYS = {
         copy.deepcopy(w)
     ),
     "is_nonzero": lambda w, x: (w @ x).sin().sum() if torch.is_nonzero(x.square().sum()) else w.sum(),
+    "is_all_true": lambda w, x: (w @ x).sin().sum() * (2 if torch._is_all_true(x[0] > 0) else 3),
+    "is_any_true": lambda w, x: torch.where(torch.ops.aten._is_any_true((w @ x) > 2), w @ x, w).sin().sum(),
+    "is_all_true, true of all": lambda w, x: (w @ x).sin().sum() * (2 if (x[0] < 100)._is_all_true() else 3),
     **{
         f"index_add, {name}": lambda w, x, add=add: (add(w * x, x[:3].abs().mul(2).long() % 4, (w @ w.T)[:3] * x) @ x).sin().sum()
         for name, add in {

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg._errors import Unsupported
 from psg._hardware._matmul import for_all_columns
 from psg._torch import _functorch
 from psg._torch._ops import tensors_of
@@ -155,6 +156,31 @@ def _pad_sequence(sequences: Any, batch_first: bool = False, padding_value: floa
 @decomposition(torch.is_nonzero, Tensor.is_nonzero)
 def _is_nonzero(input: Tensor) -> bool:
     return bool(input)
+
+
+def _of_all_entries(name: str, reduction: Any, conclusive: bool) -> None:
+    @decomposition(getattr(torch, name), getattr(Tensor, name))
+    def whole(input: Tensor) -> Any:
+        """For each sample, where vmap's own rule reduces over all of them; that answer only if it is the same for each.
+
+        `torch.distributions` asks whether its arguments are valid: an answer that all share keeps samples together, whatever they draw, and
+        is one that fn can read inside a vmap of its own.
+
+        Raises:
+            Unsupported: There, it is not the same for all.
+        """
+        if input.dtype != torch.bool or _functorch.is_recorded() or not (levels := _functorch.vmap_levels(input)):
+            return NotImplemented  # torch raises its own error; a trace takes arguments for valid
+        with torch._C.DisableTorchFunction():
+            if (answer := reduction(_functorch.bare(input))) == conclusive:
+                return answer
+        if len(levels) > 1:
+            raise Unsupported(f"{name}, as torch.distributions calls it, has different answers for different samples in a vmap of fn's own")
+        return reduction(input)
+
+
+_of_all_entries("_is_all_true", torch.all, True)
+_of_all_entries("_is_any_true", torch.any, False)
 
 
 @decomposition(Tensor.__contains__)
