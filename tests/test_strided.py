@@ -113,6 +113,23 @@ def test_a_batch_that_lies_otherwise(normal):
     assert agrees(fn, {"gain": normal(2, 1, 1)}, images) == "loop"
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap"])
+@pytest.mark.parametrize(
+    "op", [torch.as_strided_, torch.Tensor.as_strided_, torch.ops.aten.as_strided_, torch.ops.aten.as_strided_.default]
+)
+def test_views_in_place_are_left_to_the_loop(op, method, normal):
+    """vmap leaves the tensor as it is, without an error."""
+
+    def fn(p, x):
+        return (p["w"] * op(x.clone(), (1,), (1,))).sum()
+
+    args = {"w": normal(3)}, normal(4, 3)
+    with pytest.warns(psg.FallbackWarning, match="as_strided depends on"):
+        assert agrees(fn, *args) == "loop"
+    with pytest.raises(psg.PsgError, match="as_strided depends on the memory layout"):
+        psg.per_sample_grad(fn, method=method)(*args)
+
+
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_views_that_differ_from_sample_to_sample(normal):
     def fn(p, x):

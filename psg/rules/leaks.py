@@ -20,12 +20,12 @@ from psg._watch import _writes
 from psg.rules._registry import leak
 
 leak(
-    *(torch.as_strided, Tensor.as_strided),
+    *(torch.as_strided, Tensor.as_strided, torch.as_strided_, Tensor.as_strided_),
     reason="as_strided depends on the memory layout of one sample, which vmap does not keep",
     when=lambda input, *args, **kwargs: _functorch.is_vmapped(input),
     rungs=("capture", "vmap"),
 )
-leak(torch.as_strided_copy, Tensor.as_strided_, reason="as_strided_copy or as_strided_ under vmap has a wrong gradient or value")
+leak(torch.as_strided_copy, reason="as_strided_copy under vmap has a wrong gradient or value")
 leak(
     *(F.embedding, F.embedding_bag),
     reason="max_norm writes into the weight",
