@@ -756,6 +756,48 @@ def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask
             psg.per_sample_grad(fn, method=method)(*args)
 
 
+TEXTS = {
+    "str": lambda w, x: "-" in str(x[0]),
+    "repr": lambda w, x: "-" in repr(F.linear(x, w)),
+    "an f-string": lambda w, x: "-" in f"{x}",
+    "of truth": lambda w, x: "True" in str(x[0] > 0),
+    "in a derivative": lambda w, x: torch.func.grad(lambda x: plain(w, x) * (2 if "-" in str(x) else 3))(x).sum() > 0,
+    "in a vmap": lambda w, x: torch.func.vmap(lambda row: (row * ("-" in str(row))).sum())(x[None]).sum() != 0,
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("how", ["capture", "vmap", "jit"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_of_a_tensor_is_its_sample_s(name, how, args):
+    def fn(w, x):
+        return plain(w, x) * (2 if TEXTS[name](w, x) else 3)
+
+    w, x = args[0], args[1].abs()
+    x[1] *= -1
+    grad = psg.per_sample_grad(fn)
+    with psg.rules.disabled() if how == "vmap" else contextlib.nullcontext():
+        assert_trees_close((psg.jit(grad, backend="eager") if how == "jit" else grad)(w, x), loop_grad(fn)(w, x))
+
+
+def test_a_function_may_print(args, capsys):
+    """What all samples share once, what each has for each, as in the loop."""
+
+    def shared(w, x):
+        print(w.detach())
+        return plain(w, x)
+
+    def own(w, x):
+        print(x)
+        return plain(w, x)
+
+    psg.per_sample_grad(shared, method="capture")(*args)
+    assert capsys.readouterr().out == f"{args[0]}\n"
+    with pytest.warns(psg.FallbackWarning, match="__repr__ at .* gives different Python values"):
+        psg.per_sample_grad(own)(*args)
+    assert capsys.readouterr().out == "".join(f"{x}\n" for x in args[1])
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_hook_on_a_node_is_obeyed(swallows, args):
     def fn(w, x):

@@ -14,7 +14,7 @@ from psg import _trees
 from psg._capture._lifted import Watch
 from psg._errors import PsgError, Unsupported, user_line
 from psg._torch import _functorch
-from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LIKENESSES, LOCATING, MASKED, name_of, substitute, tensors_of
+from psg._torch._ops import ARRAYS, CONSTANTS, CONVERSIONS, LIKENESSES, LOCATING, MASKED, TEXTS, name_of, substitute, tensors_of
 
 
 class Diverged(PsgError):
@@ -41,10 +41,13 @@ def run_agreed(watch: Watch, func: Any, args: Any, kwargs: Any, tensors: list[Te
 
     Raises:
         Diverged: The Python value, or the number of selected entries, is not the same for all samples.
+        Unsupported: A vmap of fn's own has batched the tensor that the call makes text of.
     """
-    if (func in CONVERSIONS or func in ARRAYS and here) and _is_own(watch, args[0]):
-        if func is not Tensor.__format__ or not args[0].ndim:  # a tensor with dimensions is formatted as print shows it
+    if func in CONVERSIONS or func in ARRAYS and here:
+        if _is_own(watch, args[0]):
             return python_value(watch, func, args, kwargs)
+        if func in TEXTS and watch.level in _functorch.vmap_levels(args[0]):
+            raise Unsupported(TEXT_OF_ALL)
     if func in MASKED:
         if "mask" in kwargs:
             args, kwargs = (*args, kwargs["mask"]), {name: value for name, value in kwargs.items() if name != "mask"}
@@ -71,7 +74,7 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
     with _functorch.below(watch.level):
         given = _functorch.physical(own, watch.level, watch.n)
         values, count = given.detach(), given[0].numel()
-        if count == 0 or count > 1 and func is not Tensor.tolist and func not in ARRAYS:
+        if count == 0 or count > 1 and func not in _OF_ALL_ENTRIES:
             return func(values[0], *args[1:], **kwargs)  # raises torch's own error, but for what is empty
         told = (values != 0 if func == Tensor.__bool__ else values).reshape(watch.n, count)
         if _trees.is_inexact(told):
@@ -85,6 +88,11 @@ def python_value(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
         array = func(given[0].clone(), *args[1:], **kwargs)
         array.setflags(write=False)  # a write would not reach the sample, as in a loop
         return array
+
+
+_OF_ALL_ENTRIES = {Tensor.tolist, *TEXTS, *ARRAYS}
+
+TEXT_OF_ALL = "fn makes text of a tensor (by print, str or repr), which under vmap shows all samples"
 
 
 def asks_for_a_number(error: RuntimeError) -> bool:

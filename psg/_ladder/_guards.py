@@ -9,6 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
+from psg._capture._agreed import TEXT_OF_ALL
 from psg._capture._written import has_written_backward
 from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
 from psg._torch import _autograd, _functions, _functorch
@@ -20,6 +21,7 @@ from psg._torch._ops import (
     DIFFERENTIATING,
     LIKENESSES,
     METADATA,
+    TEXTS,
     foreign_handler,
     foreign_mode,
     is_torchs,
@@ -122,6 +124,8 @@ class VmapGuard(Looking):
             reason = OWN_GENERATOR
         if self.tracers.has_new():
             reason = OWN_TRACER
+        if func in TEXTS and _functorch.is_vmapped(tensors[0]):
+            reason = TEXT_OF_ALL
         if reason is not None:
             raise PsgError(reason)
         if func in DIFFERENTIATING and kwargs.get("create_graph") and self._ran_undecomposed:

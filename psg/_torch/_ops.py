@@ -52,13 +52,16 @@ DIFFERENTIATING = {torch.autograd.grad, Tensor.backward}
 ACCUMULATING = {torch.autograd.backward, Tensor.backward}
 """Calls that add gradients to the `.grad` of leaves."""
 
+TEXTS = {Tensor.__repr__, Tensor.__format__}
+"""Calls that give text, as `str` and `print` do too."""
+
 CONVERSIONS = {
+    *TEXTS,
     Tensor.__bool__,
     Tensor.__int__,
     Tensor.__float__,
     Tensor.__complex__,
     Tensor.__index__,
-    Tensor.__format__,
     Tensor.item,
     Tensor.tolist,
 }
@@ -70,7 +73,7 @@ SHOWING = {*ARRAYS, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
 
 # These use Python values too, but read them from memory without an op, unseen by tracers: those of their first argument (_READS), of
 # where to split (_SPLITS), of the tensors in a list (_FROM_LISTS, _INDEXING), or of how many sequences each step of a pack has (_PACKED).
-_READS = {Tensor.tolist, *ARRAYS, Tensor.__dlpack__}
+_READS = {Tensor.tolist, *TEXTS, *ARRAYS, Tensor.__dlpack__}
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _FROM_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new, torch.sparse_coo_tensor}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
