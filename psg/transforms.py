@@ -69,15 +69,16 @@ psg sees nothing, unless it runs as the Python function that torch.jit.script wa
 Side effects. fn runs once for all samples, in one thread, and again wherever a pass cannot go on: samples that branch apart run in groups,
 other functions by the next method. Side effects (counters, writes into tensors that fn closes over) happen once in every pass, not once for
 each sample; in the loop, a sample sees those of the samples before it. To print a tensor, or make other text of it, is to read its values:
-of samples that differ it shows each, mostly in the loop, so that method="loop" is the one for debuggers. `stateless` takes back what a pass
-that is given up has left in the module's attributes. With `functional_call` alone the next pass starts from it: a module that changes its
-weights and undoes that at the end of its forward pass (adapters that are merged, say) may then compute something else, without a warning. A
-tensor that fn computes from the samples or the parameters and keeps is of no use after the call: return it as aux. Out of the attributes,
-lists and dicts of its module `stateless` takes it again (after method="loop" and "batch" constants too), so that a cache is empty for the
-next call. It leaves it where another value was before, so that nobody takes that for the result, and in a module of which a flag or a
-number has changed as well; there a tensor that any use of raises an error, and that can be copied and saved, stands for what vmap has made.
-`Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters used in threads that fn starts are an error, except
-with method="loop".
+of samples that differ it shows each, mostly in the loop, so that method="loop" is the one for debuggers. A pass that is given up takes back
+torch.set_default_dtype and torch.use_deterministic_algorithms; other settings of torch's change by contexts, `with` blocks, inside fn.
+`stateless` takes back what a pass that is given up has left in the module's attributes. With `functional_call` alone the next pass starts
+from it: a module that changes its weights and undoes that at the end of its forward pass (adapters that are merged, say) may then compute
+something else, without a warning. A tensor that fn computes from the samples or the parameters and keeps is of no use after the call:
+return it as aux. Out of the attributes, lists and dicts of its module `stateless` takes it again (after method="loop" and "batch" constants
+too), so that a cache is empty for the next call. It leaves it where another value was before, so that nobody takes that for the result, and
+in a module of which a flag or a number has changed as well; there a tensor that any use of raises an error, and that can be copied and
+saved, stands for what vmap has made. `Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters used in
+threads that fn starts are an error, except with method="loop".
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """

@@ -798,6 +798,25 @@ def test_a_function_may_print(args, capsys):
     assert capsys.readouterr().out == "".join(f"{x}\n" for x in args[1])
 
 
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("ask", [torch.Tensor.item, lambda x: 2.0 if x > 0 else 3.0, lambda x: x.reshape(1).mul_(2).sum()])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap", "loop"])
+def test_settings_that_a_pass_has_changed_are_put_back(method, ask, args):
+    def fn(w, x):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(True)
+        scale = ask(x[:2].T.sum()) * torch.ones((), dtype=before)
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(before)
+        return plain(w, x) * scale * torch.ones(())
+
+    before = torch.get_default_dtype()
+    with contextlib.suppress(RuntimeError, psg.PsgError) if method in ("capture", "vmap") else contextlib.nullcontext():
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
+    assert torch.get_default_dtype() == before and not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_hook_on_a_node_is_obeyed(swallows, args):
     def fn(w, x):

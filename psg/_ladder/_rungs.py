@@ -25,7 +25,7 @@ from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
 from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
-from psg._watch._effects import forgetting
+from psg._watch._effects import Attempt, forgetting
 from psg._watch._habits import Habits, Retry
 from psg._watch._outside import Outside, is_looked_at
 from psg.factors import Dense, Factor, Sum, concat
@@ -233,7 +233,8 @@ def _vmap_writes(call: Call, start: _random.Start) -> Result:
     habits = Habits()
     while True:
         try:
-            return _vmap_together(call, habits)
+            with Attempt():
+                return _vmap_together(call, habits)
         except Retry as error:
             changed = habits._replace(**error.change)
             if changed == habits:

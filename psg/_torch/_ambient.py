@@ -132,6 +132,24 @@ def usable(leaf: Any) -> Any:
     return leaf.resolve_neg() if is_neg else leaf  # under a transform, resolve_neg wraps every tensor
 
 
+_SETTINGS = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
+
+
+def settings() -> list[Any]:
+    """torch's settings that programs change by calls, and not by contexts, which errors end."""
+    return [get() for get, _ in _SETTINGS]
+
+
+def set_settings(before: list[Any]) -> None:
+    """Put these settings back."""
+    for (get, put), value in zip(_SETTINGS, before, strict=True):
+        if get() != value:
+            put(value)
+
+
 def has_function_modes() -> bool:
     """Whether function modes see every op, beside those that only set the default device."""
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

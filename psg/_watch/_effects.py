@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from psg import _trees
 from psg._errors import Stale, StateError
-from psg._torch import _functorch
+from psg._torch import _ambient, _functorch
 from psg._watch import _writes
 from psg._watch._marks import is_marked
 
@@ -214,9 +214,10 @@ _open = _Open()  # no context variable: to set one slows down every look at anot
 
 
 class Attempt:
-    """A context for a pass that may be given up: if it raises, modules get back the attributes that they had before."""
+    """A context for a pass that may be given up: if it raises, modules get back the attributes that they had before, torch its settings."""
 
     def __enter__(self) -> "Attempt":
+        self._settings = _ambient.settings()
         self._changes: dict[Hashable, _Changes] = {}
         _open.passes.append(self._changes)
         return self
@@ -224,6 +225,7 @@ class Attempt:
     def __exit__(self, kind: Any, *_: object) -> None:
         _open.passes.pop()
         if kind is not None:
+            _ambient.set_settings(self._settings)
             self.give_up()
         else:
             for key, own in self._changes.items():
