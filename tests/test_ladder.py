@@ -756,6 +756,20 @@ def test_an_error_that_the_function_handles_is_not_mistaken_for_the_sample_s(ask
             psg.per_sample_grad(fn, method=method)(*args)
 
 
+@pytest.mark.parametrize("history", [False, True])
+def test_a_lazy_module_that_fn_makes(history, args):
+    def fn(w, x):
+        layer = nn.LazyLinear(3, bias=False, dtype=w.dtype, device=w.device)
+        layer(x[None])
+        layer.weight.data.fill_(0.5)
+        return layer(F.linear(x, w)[:3]).tanh().sum()
+
+    w, x = args[0].requires_grad_(history), args[1]
+    with pytest.warns(psg.FallbackWarning, match="UninitializedParameter"):
+        grads = psg.per_sample_grad(fn)(w, x)
+    assert_trees_close(grads.detach(), loop_grad(fn)(w.detach(), x))
+
+
 TEXTS = {
     "str": lambda w, x: "-" in str(x[0]),
     "repr": lambda w, x: "-" in repr(F.linear(x, w)),

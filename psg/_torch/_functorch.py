@@ -21,6 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
@@ -379,6 +380,8 @@ def swap(tensor: Tensor, other: Tensor) -> None:
 
 def are_one_view(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same view of the same memory, under any wrappers."""
+    if is_lazy(tensor) or is_lazy(other):
+        return False  # a lazy module's parameter has neither memory nor a shape until the module is called
     with torch._C.DisableTorchFunction():
         # The memory of one sample may be that of a tensor that all share: compare what is under the wrappers, too.
         sides = [(*_view_of(t), *_view_of(bare(t)), t.dtype, t.is_conj(), t.is_neg(), bare(t).data_ptr()) for t in (tensor, other)]
