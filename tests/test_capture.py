@@ -2034,6 +2034,30 @@ def test_tensors_that_handle_ops_themselves_run_in_a_loop(which, device):
         psg.per_sample_grad(fn, method="vmap")(*args)
 
 
+class Held:
+    """No tensor, but it handles ops as if it were the one that it holds."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*[own.tensor if isinstance(own, cls) else own for own in args], **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_products_with_what_is_no_tensor(method, device):
+    def fn(w, x):
+        return (torch.matmul(x, Held(w)) + torch.mm(Held(w), w).sum()).sin().sum()
+
+    args = torch.randn(3, 3, device=device), torch.randn(N, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(*args), loop_grad(fn)(*args))
+    slope = torch.func.grad(lambda w: psg.per_sample_norm(fn, method=method)(w, args[1]).sum())(args[0])
+    norms = lambda w: torch.func.vmap(torch.func.grad(fn), in_dims=(None, 0))(w, args[1]).flatten(1).norm(dim=1).sum()  # noqa: E731
+    assert_trees_close(slope, torch.func.grad(norms)(args[0]), per_sample=False)
+
+
 @pytest.mark.filterwarnings("error::psg.FallbackWarning")
 def test_tensors_of_a_class_that_handles_ops_like_any_other(device):
     def fn(w, x):

@@ -336,7 +336,9 @@ def _sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: Any, **options: Any) -> Any:
 
 
 def _is_sparse_product(input: Tensor, *others: Any, **options: Any) -> bool:
-    if len(others) != 1 or options or (input.ndim, others[0].ndim) != (2, 2) or others[0].layout != torch.strided:
+    if len(others) != 1 or options or not (isinstance(input, Tensor) and isinstance(others[0], Tensor)):
+        return False  # what is no tensor may have a __torch_function__
+    if (input.ndim, others[0].ndim) != (2, 2) or others[0].layout != torch.strided:
         return False
     return input.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
