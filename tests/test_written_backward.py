@@ -1,5 +1,6 @@
 """Backward passes that users have written, of kinds that run otherwise for all samples at once than in a loop."""
 
+import contextlib
 import types
 import warnings
 
@@ -294,3 +295,50 @@ def test_a_backward_pass_of_a_weight_that_does_not_fit_is_not_tried_again(device
     with pytest.raises(torch.OutOfMemoryError, match="it does not fit"):
         psg.per_sample_grad(lambda w, x: (written.apply(w) @ x).sin().sum())(w, x)
     assert len(calls) == 1
+
+
+def scale_of(values):
+    """What a loop reads; an error that is handled, where it cannot be read."""
+    try:
+        return 2.0 if values.sum() > 0 else 3.0
+    except Exception:
+        return 7.0
+
+
+READING = {
+    "forward": lambda rule: function(lambda cotangent: cotangent, rule, lambda y: y * scale_of(y)).apply,
+    "backward": lambda rule: function(lambda cotangent: cotangent * scale_of(cotangent), rule).apply,
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("rule", ["old", False, True])
+@pytest.mark.parametrize("where", READING)
+def test_an_error_that_a_function_handles(where, rule, disabled, device):
+    """Of a read that only a loop can do: no mode that watches fn sees what the function calls."""
+    apply = READING[where](rule)
+
+    def fn(w, x):
+        return (apply(w * x) * x).square().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    x[0] = w.sign()
+    x[1] = -w.sign()
+    with psg.rules.disabled() if disabled else contextlib.nullcontext():
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_an_error_that_a_hook_handles(disabled, device):
+    def fn(w, x):
+        h = w * x
+        h.register_hook(lambda cotangent: cotangent * scale_of(x))
+        return h.sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    with (
+        psg.rules.disabled() if disabled else contextlib.nullcontext(),
+        pytest.warns(psg.FallbackWarning, match="a hook, handles an error"),
+    ):
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))

@@ -19,7 +19,7 @@ from psg._capture._once import Once
 from psg._capture._operands import Operands, run_rule
 from psg._capture._ordinary import FUNCTIONS, is_ordinary, is_pure, reads
 from psg._capture._strided import STRIDED, View, for_every_sample, view_of
-from psg._capture._written import has_written_backward
+from psg._capture._written import has_written_backward, run_watched
 from psg._errors import Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random
 from psg._torch._autocast import cast_of
@@ -555,6 +555,8 @@ class Router(Once, Looking):
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is custom_function_call:
+            return run_watched(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, _is_setup_context_defined
-from torch.overrides import TorchFunctionMode
 
 from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
+from psg._capture._written import Unhandled
 from psg._errors import UnsupportedByVmap, unwrapped
 from psg._torch import _functions, _functorch, _scripts
 from psg._torch._autocast import cast_of
@@ -31,23 +31,25 @@ class _Refused(Exception):
     """A function has to run sample by sample."""
 
 
-class _Ordinary(TorchFunctionMode):
+class _Ordinary(Unhandled):
     """Under vmap: runs ops that psg knows to be right there, and refuses all others, and tensors of fn's beside the function's arguments.
 
     Args:
         n: The number of samples.
 
     Raises:
-        _Refused: The function calls another op.
+        _Refused: The function calls another op, or handles an error.
     """
+
+    refusal = _Refused
 
     def __init__(self, n: int) -> None:
         super().__init__()
         self.n = n
         self.own = OfFunction()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, if it may run."""
         if (cast := cast_of(func, args, kwargs)) is not None:
             return cast.run(self, func, args, kwargs)
         tensors = tensors_of(args, kwargs)

@@ -13,7 +13,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.overrides import TorchFunctionMode
 
 from psg._errors import Unsupported, UnsupportedByVmap
-from psg._torch import _autograd, _functorch
+from psg._torch import _autograd, _functions, _functorch
 from psg._torch._ops import METADATA, is_torchs, name_of, operands_of, target_of
 from psg._watch._writes import may_copy, written
 from psg.rules._registry import find_decomposition, find_leak
@@ -25,33 +25,72 @@ def has_written_backward(func: Any) -> bool:
     return func is custom_function_call or not is_torchs(func)
 
 
-class WrittenBackward(TorchFunctionMode):
+class Unhandled(TorchFunctionMode):
+    """Notes the errors that ops raise where no mode that watches fn sees them: inside autograd.Functions, and in backward passes.
+
+    Raises:
+        UnsupportedByVmap: There was one that users' code has handled: it has taken a path that no sample may take in a loop.
+    """
+
+    refusal: type[Exception] = UnsupportedByVmap
+    failure: str | None = None  # the message alone: the error itself would keep all frames alive
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self.run(func, types, args, kwargs or {})
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op."""
+        if func is not custom_function_call:
+            return func(*args, **kwargs)
+        with self:  # it comes back once for each transform, and then calls the function
+            return _functions.call_within(args, kwargs)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self.failure is not None:
+            raise self.refusal(f"an autograd.Function, or a hook, handles an error: {self.failure}")
+
+
+def run_watched(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a call of an autograd.Function."""
+    with Unhandled():
+        return func(*args, **kwargs)
+
+
+class WrittenBackward(Unhandled):
     """Watches such backward passes: refuses writes into reshapes, and under vmap ops that it gets wrong, where it cannot rewrite them.
 
     `flatten` and its kin return a view where the layout in memory allows one, and else a copy, into which a write is lost. A cotangent may
     be laid out otherwise than in a loop.
 
     Args:
-        is_on: Whether it does; otherwise ops run as they are.
+        is_on: Whether it does; otherwise ops run as they are, and only their errors are noted.
+
+    Attributes:
+        has_begun: Whether a backward pass has begun, or fn is still running.
 
     Raises:
         Unsupported: A backward pass reads what fn has computed, and not saved for it.
-        UnsupportedByVmap: A backward pass calls what only a loop gets right.
+        UnsupportedByVmap: A backward pass calls what only a loop gets right, or handles an error.
     """
 
     def __init__(self, is_on: bool = True) -> None:
         super().__init__()
-        self.is_on = is_on
+        self.is_on = self.has_begun = is_on
         self._reshapes: list[tuple[Any, Any]] = []  # weak references to the storages of a tensor and of its reshape
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.is_on or func in METADATA:
-            return func(*args, **kwargs)
-        if func is torch.autograd.grad and kwargs == _OF_TRANSFORM | {"create_graph": kwargs["create_graph"]}:
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, if it may run."""
+        if self.has_begun and func is torch.autograd.grad and kwargs == _OF_TRANSFORM | {"create_graph": kwargs["create_graph"]}:
             outputs, inputs = args
             ones = [torch.ones_like(output) for output in outputs]
             return _autograd.pulled(outputs, inputs, ones, kwargs["retain_graph"], kwargs["create_graph"], watch=self)
+        if not self.is_on or func in METADATA:
+            return func(*args, **kwargs)
         tensors, others = operands_of(args, kwargs)
         target = target_of(func, args, kwargs)
         if target is not None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg._call import Call
 from psg._capture._agreed import TEXT_OF_ALL
-from psg._capture._written import has_written_backward
+from psg._capture._written import has_written_backward, run_watched
 from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
 from psg._torch import _autograd, _functions, _functorch
 from psg._torch._autocast import cast_of
@@ -140,9 +140,9 @@ class VmapGuard(Looking):
                 _refuse_watchers(func, tensors)
                 return output
         self._ran_undecomposed |= is_misderived(func)
-        output = _kernels.run_without_gaps(func, args, kwargs)
-        is_function = self.differentiated and func is _functions.custom_function_call
-        if is_function and (why := _functions.unbatched(args[0], tensors, output, self.level - 1)) is not None:
+        is_function = func is _functions.custom_function_call
+        output = (run_watched if is_function else _kernels.run_without_gaps)(func, args, kwargs)
+        if self.differentiated and is_function and (why := _functions.unbatched(args[0], tensors, output, self.level - 1)) is not None:
             raise PsgError(why)
         return output
 

@@ -259,7 +259,7 @@ def _vmap_together(call: Call, habits: Habits) -> Result:
         guard.aliases.read("the result", values)
         if derived:
             _refuse_scripts(values[0])
-        backward.is_on = guard.has_written
+        backward.is_on, backward.has_begun = guard.has_written, True
         return values[0], values
 
     backward = WrittenBackward(is_on=False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import dispatch_functorch
 from torch.autograd.function import Function, _is_setup_context_defined
 from torch.distributions import dirichlet
 from torch.nn.modules._functions import CrossMapLRN2d
@@ -44,6 +45,12 @@ UNSEEN = (
     "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
     "of a module)"
 )
+
+
+def call_within(args: Any, kwargs: Any) -> Any:
+    """`custom_function_call` for modes that have seen the call, and see what it calls too."""
+    active = torch._C._are_functorch_transforms_active()
+    return dispatch_functorch(custom_function_call, args, kwargs) if active else args[0].apply(*args[1:], **kwargs)
 
 
 def lacks_vmap_rule(func: Any, args: Any) -> bool:
