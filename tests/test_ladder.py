@@ -831,6 +831,43 @@ def test_settings_that_a_pass_has_changed_are_put_back(method, ask, args):
     assert torch.get_default_dtype() == before and not torch.are_deterministic_algorithms_enabled()
 
 
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 3 * cotangent
+
+
+REFUSED = {
+    "a function": OldStyle.apply,
+    "a checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=False),
+    "a reentrant checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_inside_transforms_where_the_function_handles_that(name, disabled, args):
+    """Before a mode that watches the function could see the call."""
+
+    def fn(w, x):
+        try:
+            h = REFUSED[name](F.linear(x, w))
+        except RuntimeError:  # the loop raises nothing here
+            h = 7 * F.linear(x, w)
+        return h.square().sum()
+
+    with psg.rules.disabled() if disabled else contextlib.nullcontext():
+        assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
+    with pytest.raises(psg.PsgError, match="handles an error"):
+        psg.per_sample_grad(fn, method="vmap")(*args)
+    assert rung(fn, *args) == ("capture" if name == "a function" else "loop")
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_hook_on_a_node_is_obeyed(swallows, args):
     def fn(w, x):

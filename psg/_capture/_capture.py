@@ -14,7 +14,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,21 +134,28 @@ def _refuse(script: Any, arguments: list[Any]) -> None:
     raise Unsupported(f"fn calls {script.name}, which is TorchScript: use it before torch.jit has compiled it")
 
 
+def _refuse_old_style(habits: Habits) -> NoReturn:
+    if not habits.shows:
+        raise Retry("fn calls an autograd.Function in the old style", shows=True)
+    raise Unsupported(_functions.UNSEEN)
+
+
 def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[Tensor, ...]:
     """Call the function under the router, which must have seen all that the outputs depend on."""
     habits = mode.habits
+    shown = _functions.shown() if habits.shows else contextlib.nullcontext()
     try:
-        with mode, _scripts.watched(_refuse, inlines=True), _functions.shown() if habits.shows else contextlib.nullcontext():
+        with mode, _scripts.watched(_refuse, inlines=True), _functions.noting(mode.note_failure), shown:
             outputs = function(samples, habits.copied)
     except RuntimeError as error:
-        if _functions.is_refusal(error):
-            if not habits.shows:
-                raise Retry("fn calls an autograd.Function in the old style", shows=True) from error
-            raise Unsupported(_functions.UNSEEN) from error
+        if _functions.is_refusal(str(error)):
+            _refuse_old_style(habits)
         if not mode.constants or isinstance(error, (PsgError, torch.OutOfMemoryError)):
             raise
         raise Retry("a constant computed from parameters may have been written into", derives=False) from error
     if mode.failure is not None:
+        if _functions.is_refusal(mode.failure):
+            _refuse_old_style(habits)
         # The function caught an error that may be vmap's or psg's, and took a path that no sample would take in a loop.
         raise Unsupported(f"the function handles an error: {mode.failure}")
     mode.own.owns(outputs)  # raises if fn returns what it has kept from an earlier call

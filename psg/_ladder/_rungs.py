@@ -22,7 +22,7 @@ from psg._capture._strided import Noting, View
 from psg._capture._written import WrittenBackward
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
 from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
-from psg._torch import _ambient, _autograd, _functorch, _random, _scripts
+from psg._torch import _ambient, _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
 from psg._watch._effects import Attempt, forgetting
@@ -251,7 +251,8 @@ def _vmap_together(call: Call, habits: Habits) -> Result:
     bare = set() if differentiated or _functorch.is_transformed() else {id(_autograd.own_leaf(copies[i])) for i in call.tensor_params}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
-        with _scripts.watched(_expect_right(call), inlines=derived), VmapGuard(call, tensors, bare, differentiated, habits) as guard:
+        guard = VmapGuard(call, tensors, bare, differentiated, habits)
+        with _scripts.watched(_expect_right(call), inlines=derived), _functions.noting(guard.note_failure), guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")

@@ -2,7 +2,7 @@
 
 Below vmap autograd differentiates what a rule of the user's own calls, which need not be the function. So psg runs such a function once if
 it is called on parameters alone, and elsewhere under a vmap of psg's own, or sample by sample. torch refuses the old style inside
-transforms before any function mode can see the call; `shown` makes it an op that modes see.
+transforms before any function mode can see the call; `shown` makes it an op that modes see. `noting` tells of what torch so refuses.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import dispatch_functorch
 from torch.autograd.function import Function, _is_setup_context_defined
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import dirichlet
 from torch.nn.modules._functions import CrossMapLRN2d
 
@@ -32,13 +32,15 @@ _apply_of_torch = types.FunctionType(
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 
+_note: ContextVar[Callable[[str], None] | None] = ContextVar("psg_functions_note", default=None)
+
 Route = Callable[[Any, Any, Any], Any]
 _route: ContextVar[Route | None] = ContextVar("psg_functions_route", default=None)
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether torch has raised this error because of a function in the old style."""
-    return "must override the setup_context" in str(error)
+def is_refusal(message: str) -> bool:
+    """Whether torch has raised an error with this message because of a function in the old style."""
+    return "must override the setup_context" in message
 
 
 UNSEEN = (
@@ -182,6 +184,16 @@ def shown() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noting(note: Callable[[str], None]) -> Iterator[None]:
+    """A context in which `note` is given the message of each error by which torch refuses a function, or hooks on saved tensors.
+
+    Inside transforms it does so before any function mode can see the call, and who calls may handle the error.
+    """
+    with assigned(_note, note), _patch:
+        yield
+
+
+@contextlib.contextmanager
 def routed(route: Route) -> Iterator[None]:
     """A context in which `route` is given each function that is called outside of transforms, and its arguments.
 
@@ -225,7 +237,25 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return _SampleDirichlet.apply(*args)
         if is_own and not _is_setup_context_defined(cls.setup_context):
             return custom_function_call(cls, *args, **kwargs)
-    return _apply_of_torch(cls, *args, **kwargs)
+    try:
+        return _apply_of_torch(cls, *args, **kwargs)
+    except RuntimeError as error:
+        if (note := _note.get()) is not None and is_refusal(str(error)):
+            note(str(error))
+        raise
+
+
+def _enter_hooks(self: saved_tensors_hooks) -> None:
+    """`saved_tensors_hooks.__enter__`, as activation checkpointing calls it."""
+    try:
+        _entered(self)
+    except RuntimeError as error:
+        if (note := _note.get()) is not None:
+            note(str(error))
+        raise
+
+
+_entered = saved_tensors_hooks.__enter__
 
 
 def _stand_in() -> types.CodeType:
@@ -245,7 +275,13 @@ def _divert() -> Callable[[], None]:
     # The code is exchanged, and not the attribute: many programs bind the method when they are imported, `f = MyFunction.apply`.
     before = _applied.__code__
     _applied.__code__ = _stand_in()
-    return partial(setattr, _applied, "__code__", before)
+    saved_tensors_hooks.__enter__ = _enter_hooks
+
+    def take_back() -> None:
+        _applied.__code__ = before
+        saved_tensors_hooks.__enter__ = _entered
+
+    return take_back
 
 
 _patch = ForAll(_divert)
