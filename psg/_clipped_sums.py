@@ -190,7 +190,8 @@ def sensitivity(groups: list[Group], policy: Policy) -> float | Tensor:
         return math.inf
     if len(groups) == 1:
         only = groups[0].clip_norm
-        return widen(only).clone() if isinstance(only, Tensor) else only  # a copy: the clip norm may be adapted in place
+        # Times 1.0: an integer's too is a real number, and a copy, since the clip norm may be adapted in place.
+        return widen(1.0 * only) if isinstance(only, Tensor) else only
     tensors = [group.clip_norm for group in groups if isinstance(group.clip_norm, Tensor)]
     if not tensors:
         return math.hypot(*(group.clip_norm for group in groups))

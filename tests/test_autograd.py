@@ -612,3 +612,17 @@ def test_the_backward_pass_for_a_class_that_handles_ops(of, device):
     own = w.detach().requires_grad_() if of == "batch" else w
     looped = torch.stack([torch.autograd.grad(fn(own, each), own, create_graph=True)[0].as_subclass(torch.Tensor) for each in x])
     torch.testing.assert_close(slope(psg.per_sample_grad(fn)(w, x)), slope(looped))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_a_function_that_asks_whether_a_sample_requires_grad(method, device):
+    """As in a loop, it does where the batch does: values and derivatives are of one branch."""
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device, requires_grad=True)
+
+    def fn(w, x):
+        return (w * x).sum() if x.requires_grad else (w * x).square().sum()
+
+    grads = psg.per_sample_grad(fn, method=method)(w, x)
+    torch.testing.assert_close(grads, x)
+    torch.testing.assert_close(torch.autograd.grad(grads.sum(), x)[0], torch.ones_like(x))
+    torch.testing.assert_close(psg.per_sample_grad(fn, method=method)(w, x.detach()), 2 * (w * x * x).detach())

@@ -37,7 +37,8 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
         return compute(call, method)
     # A tree of factors is not the same with and without a history: if it needs a derivative, it is computed once, with a history.
     needed, attach = call.needs_derivative, call.kept != "factors"
-    if needed and not attach:
+    # So is it where fn may ask whether a sample requires grad: value and derivative must come from one path.
+    if needed and (not attach or any(t.requires_grad for t, dim in zip(call.tensors, call.tensor_dims, strict=True) if dim is not None)):
         return compute(call, method)
     outside = Recorded()
     before = _random.Snapshot.take(call.tensors, pythons=needed)
