@@ -74,12 +74,12 @@ torch.set_default_dtype and torch.use_deterministic_algorithms; other settings o
 `stateless` takes back what a pass that is given up has left in the module's attributes. With `functional_call` alone the next pass starts
 from it: a module that changes its weights and undoes that at the end of its forward pass (adapters that are merged, say) may then compute
 something else, without a warning. A tensor that fn computes from the samples or the parameters and keeps is of no use after the call:
-return it as aux. Out of the attributes, lists and dicts of its module `stateless` takes it again (after method="loop" and "batch" constants
-too), so that a cache is empty for the next call. It leaves it where another value was before, so that nobody takes that for the result, and
-in a module of which a flag or a number has changed as well; there a tensor that any use of raises an error, and that can be copied and
-saved, stands for what vmap has made. `Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters and samples
-used in threads that fn starts are an error, except with method="loop". An error that ends in such a thread, or that the thread handles,
-goes unnoticed: pass it on. Of errors of ops that fn itself handles psg takes note, and goes down to the loop.
+return it as aux. Out of the attributes, lists and dicts of its module `stateless` takes it again (after "vmap", "loop" and "batch"
+constants too), so that a cache is empty for the next call. It leaves it where another value was before, so that nobody takes that for the
+result, and in a module of which a flag or a number has changed as well; there a tensor that any use of raises an error, and that can be
+copied and saved, stands for what vmap has made. `Tensor.set_`, which psg cannot see, does nothing to a sample, as under vmap. Parameters
+and samples used in threads that fn starts are an error, except with method="loop". An error that ends in such a thread, or that the thread
+handles, goes unnoticed: pass it on. Of errors of ops that fn itself handles psg takes note, and goes down to the loop.
 
 torch.compile does not trace psg's functions: it breaks the graph around them. Compiled functions inside fn run uncompiled.
 """
