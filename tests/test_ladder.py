@@ -841,7 +841,7 @@ class OldStyle(torch.autograd.Function):
         return 3 * cotangent
 
 
-REFUSED = {
+REFUSED_UNSEEN = {
     "a function": OldStyle.apply,
     "a checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=False),
     "a reentrant checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=True),
@@ -850,13 +850,13 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 @pytest.mark.parametrize("disabled", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_UNSEEN)
 def test_what_torch_refuses_inside_transforms_where_the_function_handles_that(name, disabled, args):
     """Before a mode that watches the function could see the call."""
 
     def fn(w, x):
         try:
-            h = REFUSED[name](F.linear(x, w))
+            h = REFUSED_UNSEEN[name](F.linear(x, w))
         except RuntimeError:  # the loop raises nothing here
             h = 7 * F.linear(x, w)
         return h.square().sum()

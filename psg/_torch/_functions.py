@@ -6,6 +6,7 @@ transforms before any function mode can see the call; `shown` makes it an op tha
 """
 
 import contextlib
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,14 @@ _apply_of_torch = types.FunctionType(
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 
-_note: ContextVar[Callable[[str], None] | None] = ContextVar("psg_functions_note", default=None)
+
+class _Noted(threading.local):
+    """Who is told of refusals in this thread. No context variable: to set one slows down every look at another."""
+
+    note: Callable[[str], None] | None = None
+
+
+_noted = _Noted()
 
 Route = Callable[[Any, Any, Any], Any]
 _route: ContextVar[Route | None] = ContextVar("psg_functions_route", default=None)
@@ -183,14 +191,22 @@ def shown() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def noting(note: Callable[[str], None]) -> Iterator[None]:
+class noting:
     """A context in which `note` is given the message of each error by which torch refuses a function, or hooks on saved tensors.
 
     Inside transforms it does so before any function mode can see the call, and who calls may handle the error.
     """
-    with assigned(_note, note), _patch:
-        yield
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        self._before, _noted.note = _noted.note, self._note
+        _patch.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        _patch.__exit__()
+        _noted.note = self._before
 
 
 @contextlib.contextmanager
@@ -240,7 +256,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _apply_of_torch(cls, *args, **kwargs)
     except RuntimeError as error:
-        if (note := _note.get()) is not None and is_refusal(str(error)):
+        if (note := _noted.note) is not None and is_refusal(str(error)):
             note(str(error))
         raise
 
@@ -250,7 +266,7 @@ def _enter_hooks(self: saved_tensors_hooks) -> None:
     try:
         _entered(self)
     except RuntimeError as error:
-        if (note := _note.get()) is not None:
+        if (note := _noted.note) is not None:
             note(str(error))
         raise
 
