@@ -374,9 +374,11 @@ def toeplitz() -> nn.Module:
     return Reused(torch.arange(WIDTH)[:, None] - torch.arange(WIDTH) + WIDTH - 1)
 
 
-def orthogonal() -> nn.Module:
-    """The weight is (I + A/2) (I - A/2)^-1 of a skew-symmetric matrix A."""
-    return nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley")
+def orthogonal(layer: nn.Module) -> Tensor:
+    """(I - A/2)^-1 (I + A/2), of a skew-symmetric matrix A, as torch.nn.utils.parametrizations.orthogonal computes it."""
+    skew = layer.weight.tril() - layer.weight.tril().mT
+    eye = torch.eye(WIDTH, dtype=skew.dtype, device=skew.device)
+    return torch.linalg.solve(eye - 0.5 * skew, eye + 0.5 * skew)
 
 
 class Inverted(nn.Module):
@@ -418,7 +420,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "sparse_update": square(sparse_update),
     "hashed": square(hashed),
     "toeplitz": square(toeplitz),
-    "orthogonal": square(orthogonal),
+    "orthogonal": square(lambda: Linear(WIDTH, WIDTH, orthogonal)),
     "inverted": square(Inverted),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
