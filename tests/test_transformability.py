@@ -305,3 +305,40 @@ def test_reductions_of_factors_equal_those_of_tensors(reduction, outer, kind, de
     }[outer]
     args = [leaves[i] for i in floating], torch.randn(N, device=device)
     assert_trees_close(transform(of_factors)(*args), transform(of_tensors)(*args), per_sample=False)
+
+
+def by_product(w, x):
+    return (w @ x).tanh().square().sum()
+
+
+RESULTS = {
+    "gradients": lambda method: psg.per_sample_grad(by_product, method=method),
+    "norms": lambda method: psg.per_sample_norm(by_product, method=method),
+    "clipped": lambda method: lambda w, x: psg.clipped_grad(by_product, 0.3, method=method)(w, x).grads,
+}
+AROUND = {
+    "vmap over models": lambda f, w, x: torch.func.vmap(f, (0, None))(torch.stack([w, 2 * w]), x),
+    "vmap over batches": lambda f, w, x: torch.func.vmap(f, (None, 0))(w, torch.stack([x, 2 * x])),
+    "two of them": lambda f, w, x: torch.func.vmap(torch.func.vmap(f, (0, None)), (None, 0))(
+        torch.stack([w, 2 * w]), torch.stack([x, x + 1])
+    ),
+    "tangents": lambda f, w, x: torch.func.jvp(lambda w: f(w, x), (w,), (w.sin(),)),
+    "a derivative": lambda f, w, x: torch.func.grad(lambda w: f(w, x).square().sum())(w),
+    "a Jacobian": lambda f, w, x: torch.func.jacrev(f)(w, x),
+}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("around", AROUND)
+def test_autograd_that_is_off_around_a_transform(around, result, method, off, device):
+    """Transforms differentiate all the same, and what they return has no history."""
+    w, x = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(4, 3, device=device)
+    function = RESULTS[result](method)
+    expected = AROUND[around](function, w.detach(), x)
+    with off():
+        found = AROUND[around](function, w, x)
+    assert_trees_close(found, expected, per_sample=False)
+    for tensor in found if isinstance(found, tuple) else (found,):
+        assert not tensor.requires_grad and tensor.abs().max() > 0

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from psg._torch import _autograd
+from psg._torch import _autograd, _functorch
 from psg._torch._patches import ForAll, patch
 
 P = ParamSpec("P")
@@ -90,9 +90,10 @@ def off() -> contextlib.AbstractContextManager[Any]:
     body itself will need.
     """
     inference, checkpointed = torch.is_inference_mode_enabled(), _autograd.is_checkpointed()
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)  # also in inference mode
+    # Inside a transform the transform records, also in inference mode.
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD) and not _functorch.transform_active()
     enabled = [device for device, _ in autocast()]
-    return _off(inference, below, checkpointed, enabled) if below or checkpointed or enabled else contextlib.nullcontext()
+    return _off(inference, below, checkpointed, enabled) if inference or below or checkpointed or enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -107,7 +108,7 @@ def _off(inference: bool, below: bool, checkpointed: bool, enabled: list[str]) -
             for key in _OF_AUTOGRAD:
                 excluded = excluded.remove(key)
             stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
-        if below:
+        if inference or below:
             stack.enter_context(torch.no_grad())
         for device in enabled:
             stack.enter_context(torch.autocast(device, enabled=False))
