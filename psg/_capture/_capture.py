@@ -89,8 +89,7 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
             # Every pass gets fresh copies: a failed pass may have written into its own.
             filled = [tensor for tensor in call.tensors if tensor.numel()]  # a write into the others changes nothing
             before = [tensor._version for tensor in filled]
-            # The level takes over whether autograd is on: where the caller has switched it off, the pass needs it as well.
-            with Attempt(), torch.enable_grad(), _functorch.gradient_level() as level:
+            with Attempt(), _functorch.gradient_level() as level:
                 given = _with_histories(call, level) if differentiated else [tensor.detach() for tensor in call.tensors]
                 if habits.copied:
                     given = [

@@ -309,12 +309,17 @@ class gradient_level:
     """
 
     def __enter__(self) -> "gradient_level":
-        self._level = _C._grad_increment_nesting() if transform_active() else None
+        self._level = None
+        if transform_active():
+            self._before = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(True)  # the level has a history, also where the caller has switched autograd off
+            self._level = _C._grad_increment_nesting()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._level is not None:
             _C._grad_decrement_nesting()
+            torch._C._set_grad_enabled(self._before)
 
     def wrap(self, tensor: Tensor) -> Tensor:
         """A new tensor of this level, with the history that the given one has below; outside of all transforms a view of it."""
