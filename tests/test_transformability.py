@@ -307,11 +307,15 @@ def test_reductions_of_factors_equal_those_of_tensors(reduction, outer, kind, de
     assert_trees_close(transform(of_factors)(*args), transform(of_tensors)(*args), per_sample=False)
 
 
+SCALE = torch.tensor(1.5, requires_grad=True)
+
+
 def by_product(w, x):
-    return (w @ x).tanh().square().sum()
+    return (SCALE * (w @ x)).tanh().square().sum()
 
 
 RESULTS = {
+    "values": lambda method: lambda w, x: psg.per_sample_value_and_grad(by_product, method=method)(w, x)[0],
     "gradients": lambda method: psg.per_sample_grad(by_product, method=method),
     "norms": lambda method: psg.per_sample_norm(by_product, method=method),
     "clipped": lambda method: lambda w, x: psg.clipped_grad(by_product, 0.3, method=method)(w, x).grads,

@@ -311,15 +311,16 @@ class gradient_level:
     def __enter__(self) -> "gradient_level":
         self._level = None
         if transform_active():
+            # Where the caller has switched autograd off, it stays off for the levels below; this one takes that over as it begins.
             self._before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(True)  # the level has a history, also where the caller has switched autograd off
             self._level = _C._grad_increment_nesting()
+            torch._C._set_grad_enabled(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._level is not None:
-            _C._grad_decrement_nesting()
             torch._C._set_grad_enabled(self._before)
+            _C._grad_decrement_nesting()
 
     def wrap(self, tensor: Tensor) -> Tensor:
         """A new tensor of this level, with the history that the given one has below; outside of all transforms a view of it."""
