@@ -257,6 +257,32 @@ class Made(nn.Module):
         return F.linear(x, self.network(self.code).view(self.width, self.width))
 
 
+class Splines(nn.Module):
+    """A layer of learned functions, sums of B-splines with a scale each. Liu et al., "KAN: Kolmogorov-Arnold Networks", 2024."""
+
+    def __init__(self, inputs: int, outputs: int, intervals: int = 5, order: int = 3) -> None:
+        super().__init__()
+        self.order, width = order, 2 / intervals
+        self.register_buffer("knots", torch.arange(-order, intervals + order + 1) * width - 1)
+        self.base = nn.Parameter(torch.randn(outputs, inputs) / math.sqrt(inputs))
+        self.splines = nn.Parameter(0.1 * torch.randn(outputs, inputs, intervals + order))
+        self.scales = nn.Parameter(torch.ones(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.splines * self.scales.unsqueeze(2)
+        return F.linear(F.silu(x), self.base) + F.linear(self._basis(x).flatten(-2), weight.flatten(1))
+
+    def _basis(self, x: Tensor) -> Tensor:
+        """[..., i] -> [..., i, splines], by the recursion of Cox and de Boor."""
+        x, knots = x.unsqueeze(-1), self.knots
+        basis = ((x >= knots[:-1]) & (x < knots[1:])).to(x.dtype)
+        for k in range(1, self.order + 1):
+            rising = (x - knots[: -k - 1]) / (knots[k:-1] - knots[: -k - 1])
+            falling = (knots[k + 1 :] - x) / (knots[k + 1 :] - knots[1:-k])
+            basis = rising * basis[..., :-1] + falling * basis[..., 1:]
+        return basis
+
+
 class Recommender(nn.Module):
     """Scores of pairs of items, from a table of embeddings that is computed anew for each batch."""
 
@@ -414,6 +440,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "repeated_layer": lambda: classifier(Pooled(Repeated(), 64), torch.randn(SAMPLES, 128, 64)),
     "kronecker": lambda: classifier(nn.Sequential(Kronecker(), nn.Tanh(), nn.Linear(INPUTS, CLASSES)), torch.randn(SAMPLES, INPUTS)),
     "made_weights": lambda: classifier(nn.Sequential(Made(), nn.Tanh(), nn.Linear(64, CLASSES)), torch.randn(SAMPLES, 64)),
+    "splines": lambda: classifier(nn.Sequential(Splines(256, 128), Splines(128, CLASSES)), torch.rand(SAMPLES, 256) * 2 - 1),
     "symmetric": square(lambda: Linear(WIDTH, WIDTH, symmetric)),
     "triangular": square(lambda: Written(torch.tril_indices(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH))),
     "skew_symmetric": square(lambda: Written(torch.triu_indices(WIDTH, WIDTH, 1), torch.zeros(WIDTH, WIDTH), lambda w: w - w.T)),

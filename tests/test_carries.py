@@ -671,6 +671,9 @@ STEPS = {
     "sum of the parts": lambda w, p: (
         w.reshape(2, 2, IN).sum(1, keepdim=True).expand(2, 2, IN).reshape(OUT, IN) + torch.stack([w, p["w"]])[1]
     ),
+    "scaled by groups": lambda w, p: (
+        (w.view(2, 2, IN) * p["gain"][:2, None] / (2 + p["a"][:, None].square()) - p["s"].expand(2, 2, 1)) * p["columns"]
+    ).view(OUT, IN),
     "a mixture": lambda w, p: (p["columns"].softmax(0)[:, None, None] * torch.stack([w, p["w"], w.sin()])).sum(0),
     "a mixture, by einsum": lambda w, p: torch.einsum("e,eoi->oi", p["columns"], torch.stack([w, w * w, w.cos()])),
     "a mixture, by tensordot": lambda w, p: torch.tensordot(p["columns"], torch.stack([w, w * w, w.cos()]), dims=1),
@@ -1689,6 +1692,48 @@ def test_weights_made_of_entries_that_are_read_again_and_again(data, shape, step
         "a norm": lambda w, x: F.linear(x, w).sum() * w.square().sum(),
     }
     assert_agrees(Problem(lambda p, x: score(uses[use](weight(p), x)), (params, torch.randn(n, columns))))
+
+
+GROUPED = [
+    lambda w, own: w * own,
+    lambda w, own: w / (2 + own.square()),
+    lambda w, own: own - 0.7 * w,
+    lambda w, own: w.sin() + own.expand_as(w).cos(),
+]
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 4)] * 4),
+    split=st.integers(0, 4),
+    kept=st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=2),
+    ops=st.lists(st.sampled_from(GROUPED), min_size=2, max_size=2),
+    positions=st.sampled_from([0, 1, 3]),
+    n=st.sampled_from([0, 1, 4]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100)
+def test_scales_of_groups_of_entries(sizes, split, kept, ops, positions, n, seed):
+    torch.manual_seed(seed)
+    rows, columns = math.prod(sizes[:split]), math.prod(sizes[split:])
+    small = [tuple(size if keep else 1 for size, keep in zip(sizes, keeps, strict=True)) for keeps in kept]
+    params = {"w": torch.randn(rows, columns), **{f"{k}": torch.randn(shape) for k, shape in enumerate(small)}}
+
+    def weight(p):
+        w = p["w"].view(sizes)
+        for k, op in zip(range(len(small)), ops, strict=False):
+            w = op(w, p[f"{k}"])
+        return w.reshape(rows, columns)
+
+    assert_agrees(Problem(lambda p, x: score(F.linear(x, weight(p))), (params, torch.randn(n, positions, columns))))
+
+
+def test_scales_of_groups_leave_factors(device):
+    def fn(p, x):
+        weight = p["w"].view(16, 4, 8) * p["s"].unsqueeze(2)
+        return score(F.linear(x, weight.view(16, 32)))
+
+    params = {"w": torch.randn(16, 32, device=device), "s": torch.randn(16, 4, device=device)}
+    assert isinstance(psg.factored_grad(fn)(params, torch.randn(5, 32, device=device))["w"], Scaled)
 
 
 @pytest.mark.parametrize("index", [[0, 1], np.array([0, 1])], ids=["list", "array"])

@@ -52,10 +52,20 @@ def _entrywise(output: Tensor, sides: Iterable[tuple[Any, Scale]]) -> SideCarrie
 
 
 def _entry(output: Tensor, shape: torch.Size, scale: Scale) -> CarryToSide:
+    is_one = isinstance(scale, (int, float)) and scale == 1
     if shape == output.shape:
-        return (lambda factor: factor) if isinstance(scale, (int, float)) and scale == 1 else lambda factor: scaled(factor, scale)
+        return (lambda factor: factor) if is_one else lambda factor: scaled(factor, scale)
     weights = scale if isinstance(scale, Tensor) else output.new_full((), scale)
-    return lambda factor: added_up(factor, weights.expand(output.shape), shape)
+    labels, first = [f"{dim}" for dim in range(output.ndim)], output.ndim - len(shape)
+    own = [label if size == whole else "one" for label, size, whole in zip(labels[first:], shape, output.shape[first:], strict=True)]
+    held = [label for label, size in zip(labels[output.ndim - weights.ndim :], weights.shape, strict=True) if size != 1]
+    others = [] if is_one else [(held, weights.squeeze())]
+
+    def carry(factor: Factor) -> Factor | None:
+        total = added_up(factor, weights.expand(output.shape), shape)
+        return of_operand(factor, labels, others, own, shape) if total is None else total
+
+    return carry
 
 
 def _value(argument: Any) -> Scale:
@@ -89,16 +99,7 @@ def _div(output: Tensor, input: Any, other: Any) -> SideCarries:
 
 
 def _expand(output: Tensor, input: Any, *_: Any) -> SideCarries:
-    ((_, added),) = _entrywise(output, [(input, 1)])
-    new = output.ndim - input.ndim
-    sizes = [(1, size) if own == size else (size, 1) for own, size in zip(input.shape, output.shape[new:], strict=True)]
-    ((_, copied),) = _copies(input, [*((size, 1) for size in output.shape[:new]), *sizes])
-
-    def carry(factor: Factor) -> Factor | None:
-        found = added(factor)
-        return copied(factor) if found is None else found
-
-    return [(input, carry)]
+    return _entrywise(output, [(input, 1)])
 
 
 def _repeat(output: Tensor, input: Any, *sizes: Any) -> SideCarries:

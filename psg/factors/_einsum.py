@@ -71,7 +71,8 @@ def _made(factor: Factor, output: Labels, others: Sequence[Operand], found: Labe
         )
         made = made if [*first, *last] == found else Outer(made.right, made.left)
         return reshaped(made, torch.Size([sizes[label] for label in found]))
-    if _is_cheaper_dense(factor, left, right, 2 * (positions * rows * columns + count * work), output, others, sizes):
+    work += _volume({*left.labels, *right.labels}, sizes)
+    if _is_cheaper_dense(factor, left, right, 2 * count * work, output, others, sizes):
         return None  # to be materialised, then the case above
     products = [([_SAMPLE, _POSITION, *side.labels], side.product(side.labels)) for side in (left, right)]
     return Dense(_einsum(products, [_SAMPLE, *found]))
