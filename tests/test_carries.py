@@ -858,6 +858,10 @@ COMPILED = {
     "layer norm": lambda w, p, i, graph: F.embedding(i, F.layer_norm(F.linear(w, w[:IN].sin()), (IN,), p["columns"])),
     "a Kronecker product": lambda w, p, i, graph: torch.kron(w, p["gain"]) @ F.embedding(i, w).T,
     "attention": lambda w, p, i, graph: F.linear(F.embedding(i, w), F.scaled_dot_product_attention(w, w, p["w"])),
+    "a matrix exponential": lambda w, p, i, graph: F.linear(F.embedding(i, w), torch.matrix_exp(w.T @ w)),
+    "reflections": lambda w, p, i, graph: F.linear(
+        F.embedding(i, w), torch.linalg.householder_product(w, 2 / (1 + w.tril(-1).square().sum(0)))
+    ),
 }
 
 

@@ -1,7 +1,10 @@
 """Linear systems over drawn shapes and options: the matrix as the parameter, and as a value computed from parameters."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 from agreement import assert_agrees, assert_derivatives_agree, on
 from cases import Problem, score
 from conftest import as_large
@@ -11,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 import psg
-from psg.factors import Dense, Scaled, _base
+from psg.factors import Dense, Outer, Scaled, _base
 from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
 
 sides = st.integers(1, 3)
@@ -139,15 +142,82 @@ def test_what_torch_refuses(name, device):
         psg.per_sample_grad(lambda A, x: op(A, x).sum())(A, x)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("cayley", Scaled), ("matrix_exp", Scaled), ("householder", Dense)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(40, 80), (80, 40), (64, 64)])
-def test_orthogonal_weights_keep_factors(inputs, outputs, device, monkeypatch):
+def test_orthogonal_weights(inputs, outputs, name, kind, device, monkeypatch):
     as_large(monkeypatch)
     monkeypatch.setattr(_base, "_TINY", 0)
-    # A system whose sides are both computed from the weight; of its solution torch takes columns, which lie apart in memory.
-    layer = nn.utils.parametrizations.orthogonal(nn.Linear(inputs, outputs), orthogonal_map="cayley").to(device)
+    # Of the result torch takes columns, which lie apart in memory; it multiplies them by the signs of the weight's diagonal.
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(inputs, outputs), orthogonal_map=name).to(device)
+    with torch.no_grad():  # not where the weight is the identity's
+        original = layer.parametrizations.weight.original
+        original.add_(0.1 * torch.randn_like(original))
     x = torch.randn(3, inputs, device=device)
     params = {name: param.detach() for name, param in layer.named_parameters()}
     problem = Problem(lambda p, x: score(functional_call(layer, p, (x,))), (params, x))
     assert_agrees(problem)
     kinds = {name: type(factor) for name, factor in psg.factored_grad(problem.fn)(*problem.args).items()}
-    assert kinds == {"bias": Dense, "parametrizations.weight.original": Scaled}
+    assert kinds == {"bias": Dense, "parametrizations.weight.original": kind}
+
+
+@given(
+    d=st.integers(1, 26),
+    size=st.sampled_from([0.0, 0.3, 2.0, 8.0]),
+    skew=st.booleans(),
+    turned=st.booleans(),
+    positions=st.sampled_from([0, 1, 2]),
+    n=st.sampled_from([0, 1, 3]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_matrix_exponentials(d, size, skew, turned, positions, n, dtype, seed):
+    torch.manual_seed(seed)
+    params = {"w": (size * torch.randn(d, d) / d**0.5).to(dtype), "s": torch.randn(d, dtype=dtype)}
+
+    def fn(p, x):
+        w = p["w"] - p["w"].mT if skew else p["w"]
+        exponential = torch.linalg.matrix_exp(w.mT if turned else w)
+        return score(F.linear(x, exponential * p["s"]) / exponential.detach().abs().amax())
+
+    problem = Problem(fn, (params, torch.randn(n, positions, d, dtype=dtype)))
+    with mock.patch.object(_base, "_TINY", 0):
+        assert_agrees(problem)
+
+
+def test_exponentials_of_what_is_not_finite(device):
+    w = torch.zeros(40, 40, device=device)
+    w[0, 0] = torch.nan
+    grads = psg.per_sample_grad(lambda w, x: (torch.matrix_exp(w) @ x).sum())(w, torch.randn(3, 40, device=device))
+    assert grads.isnan().any((1, 2)).all()
+
+
+def test_exponentials_keep_factors(device):
+    w, x = torch.randn(80, 80, device=device) / 80, torch.randn(3, 80, device=device)
+    factor = psg.factored_grad(lambda w, x: (torch.matrix_exp(w) @ x).sum().sin())(w, x)
+    assert isinstance(factor, Outer)
+    assert 1 < factor.positions < 12
+
+
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    count=st.integers(0, 9),
+    batch=st.sampled_from([(), (2,)]),
+    positions=st.sampled_from([0, 1, 3]),
+    n=st.sampled_from([0, 1, 3]),
+    orthogonal=st.booleans(),
+    of_samples=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_of_reflections(rows, columns, count, batch, positions, n, orthogonal, of_samples, seed):
+    torch.manual_seed(seed)
+    columns = min(rows, columns)
+    count = min(columns, count)
+    params = {"a": torch.randn(*batch, rows, columns), "tau": torch.randn(*batch, count)}
+
+    def fn(p, x, y):
+        a = p["a"] * y if of_samples else p["a"]
+        tau = 2 / (1 + a.tril(-1).square().sum(-2)[..., :count]) if orthogonal else p["tau"]
+        return score(x @ torch.linalg.householder_product(a, tau))
+
+    assert_agrees(Problem(fn, (params, torch.randn(n, *batch, positions, rows), torch.rand(n))))

@@ -283,6 +283,15 @@ def solution(a, b):
     return found.mT @ b / determinant
 
 
+def reflected(vectors, scales):
+    """The first columns of the product of the reflections in these vectors, whose entries above the diagonal do not count."""
+    product = torch.eye(len(vectors), device=vectors.device)
+    for k, scale in enumerate(scales):
+        vector = torch.cat([vectors.new_zeros(k), vectors.new_ones(1), vectors[k + 1 :, k]])
+        product = product - scale * torch.outer(product @ vector, vector)
+    return product[:, : vectors.shape[1]]
+
+
 DECOMPOSED = {
     "det": (lambda z: torch.linalg.det(regular(z)), lambda z: cofactors(regular(z))[0]),
     "slogdet": (lambda z: regular(z).slogdet().logabsdet, lambda z: cofactors(regular(z))[0].abs().log()),
@@ -298,8 +307,13 @@ DECOMPOSED = {
         lambda z: torch.linalg.tensorsolve(regular(z), z[1, :, 0], dims=(0,)),
         lambda z: solution(regular(z).mT, z[1, :, 0]),
     ),
+    "householder_product": (
+        lambda z: torch.linalg.householder_product(z[0].mT.tanh(), z[1, :, 0].tanh()),
+        lambda z: reflected(z[0].mT.tanh(), z[1, :, 0].tanh()),
+    ),
 }
-"""Ops by way of the factors of a matrix, whose derivatives torch gets wrong in transforms."""
+"""Ops on matrices, whose derivatives torch gets wrong in transforms, and which psg therefore writes out."""
+
 
 MISDERIVED |= DECOMPOSED
 if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
@@ -388,7 +402,7 @@ def test_functions_that_differentiate_misderived_ops_for_what_they_compute(metho
 @pytest.mark.parametrize("name", DECOMPOSED)
 @given(scale=st.sampled_from([0.0, 1.0]), n=st.sampled_from([0, 1, 3]), seed=st.integers(0, 9))
 @settings(max_examples=6)
-def test_gradients_of_tangents_and_slopes_through_factors_of_a_matrix(name, method, scale, n, seed, device):
+def test_gradients_of_tangents_and_slopes_through_ops_on_matrices(name, method, scale, n, seed, device):
     """And of matrices with equal singular values."""
     torch.manual_seed(seed)
     w, direction = scale * torch.randn(2, 3, 4, device=device), torch.randn(2, 3, 4, device=device)

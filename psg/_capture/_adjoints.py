@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psg._capture._exponential import pulled, sides_of
 from psg._torch import _functorch
 from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Views
 from psg.factors._einsum import Labels, of_operand
@@ -252,6 +253,22 @@ def _inv(output: Tensor, A: Any) -> SideCarries:
     return [(A, carry)]
 
 
+def _matrix_exp(output: Tensor, A: Any) -> SideCarries:
+    if A.ndim != 2 or not A.is_cpu:  # reading its size would wait for an accelerator
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        product = as_product(factor)
+        if product is None:
+            return None
+        given = A.detach(), product.left, product.right
+        most = len(A) // max(1, 2 * product.positions)  # with more nodes the sides would be larger than the gradient
+        sides = sides_of(*given, most) if _functorch.can_read_now(A) else None
+        return Dense(pulled(*given)) if sides is None else Outer(*sides)
+
+    return [(A, carry)]
+
+
 def _solve(output: Tensor, A: Any, B: Any, *, left: bool = True) -> SideCarries:
     return _of_system(output, A, B, by_lu(A.detach()), left)
 
@@ -451,11 +468,13 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
 
     # The output's dimensions as they follow each other in the input, if these are all that has been changed.
     order = sorted(range(output.ndim), key=lambda dim: -output.stride(dim))
-    is_permuted = [(output.shape[dim], output.stride(dim)) for dim in order] == [*zip(input.shape, input.stride(), strict=True)]
+    moved = [(output.shape[dim], output.stride(dim)) for dim in order]
+    of_one, of_other = ([pair for pair in pairs if pair[0] != 1] for pairs in (moved, zip(input.shape, input.stride(), strict=True)))
+    is_permuted = of_one == of_other
 
     def carry(factor: Factor) -> Factor | None:
         if isinstance(factor, Dense) and is_permuted:
-            return Dense(factor.values.permute(0, *(1 + dim for dim in order)))
+            return Dense(factor.values.permute(0, *(1 + dim for dim in order)).reshape(factor.n, *input.shape))
         found = placed(factor, region, input.shape)
         is_small = isinstance(found, Views) and found.is_small_part
         return None if isinstance(factor, Dense) and not is_small else found
@@ -641,6 +660,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "kron": _kron,
     "tensordot": _tensordot,
     **dict.fromkeys(("linalg_inv", "inverse"), _inv),
+    **dict.fromkeys(("linalg_matrix_exp", "matrix_exp"), _matrix_exp),
     "linalg_solve": _solve,
     "linalg_solve_triangular": _solve_triangular,
     "repeat": _repeat,

@@ -28,6 +28,7 @@ from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import read_at, scaled, table_of
 from psg.rules._registry import find_decomposition
+from psg.rules.repairs import householder_product
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
 """Maps a factor of the output's gradient to factors for each side, which add up; None if the gradient must be materialised."""
@@ -187,6 +188,8 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
             return None
         for term in parts:
             carried = carry(term) if carry is not None else None
+            if carried is None and carry is not None and not isinstance(term, Dense):
+                carried = carry(Dense(term.materialize()))
             if carried is None:
                 return None
             for side, factors in zip(step.sides, carried, strict=True):
@@ -335,5 +338,6 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
+    **dict.fromkeys((torch.linalg.householder_product, torch.orgqr, Tensor.orgqr), householder_product),
 }
 """Composites written out; they return NotImplemented for forms of the call that are something else."""

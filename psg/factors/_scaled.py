@@ -311,11 +311,13 @@ def products_in(term: Factor) -> Products | None:
 def are_few(x: Outer, y: Outer) -> bool:
     """Whether `inner_by_entries` takes less than to materialise both gradients: so it is where there are few pairs of positions."""
     read = _machine.reused_byte(x.device, x.dtype) * x.sample_bytes
+    if x is y:
+        return _pairs_cost(x, y) < x._materialize_cost() + 2 * read
     return _pairs_cost(x, y) < x._materialize_cost() + y._materialize_cost() + 3 * read
 
 
 def _pairs_cost(x: Outer, y: Outer) -> float:
-    return 2 * x.positions * y.positions * x.shape.numel()
+    return 2 * x.positions * y.positions * x.shape.numel() * spacious(x.left).itemsize / x.dtype.itemsize
 
 
 def inner_by_entries(x: Products, y: Products) -> Tensor:

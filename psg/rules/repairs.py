@@ -199,6 +199,25 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, *, out: Tensor | None =
     return torch.linalg.solve(moved.reshape(B.numel(), B.numel()), B.flatten()).reshape(moved.shape[B.ndim :])
 
 
+@decomposition(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, misderived=True)
+def householder_product(A: Tensor, tau: Tensor, *, out: Tensor | None = None) -> Any:
+    """The first k columns of H_1 ... H_t as I - V T V^H, by one triangular system: ([*,m,k], [*,t]) -> [*,m,k].
+
+    Derivatives are those of products, of many gradients at once; torch's go column after column, and those of tangents are wrong.
+
+    Source:
+        Joffrain et al., "Accumulating Householder transformations, revisited", 2006: T^-1 = diag(1 / tau) + striu(V^H V), here multiplied
+        by diag(tau), which may be zero.
+    """
+    if out is not None or A.ndim < 2:
+        return NotImplemented
+    (rows, columns), count = A.shape[-2:], tau.shape[-1]
+    eye = torch.eye(rows, columns, dtype=A.dtype, device=A.device)
+    V, scale = A[..., :count].tril(-1) + eye[:, :count], tau.unsqueeze(-1)
+    T = eye[:count, :count] + scale * (V.mH @ V).triu(1)
+    return eye - V @ torch.linalg.solve_triangular(T, scale * V[..., :columns, :].mH, upper=True, unitriangular=True)
+
+
 def _of_difference(op: Any) -> None:
     @decomposition(op)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
