@@ -36,7 +36,7 @@ from psg.factors._maps import (
     slices_of,
     transposed,
 )
-from psg.rules.systems import Solve, by_lu, by_triangle, solve_all, triangle
+from psg.rules.systems import Solve, by_lu, by_triangle, solve_all, takes_vectors, triangle
 
 CarryToSide = Callable[[Factor], Factor | None]
 """Maps a factor of the output's gradient to one of an argument's."""
@@ -280,7 +280,7 @@ def _solve_triangular(output: Tensor, A: Any, B: Any, *, upper: bool, left: bool
 
 def _of_system(output: Tensor, A: Any, B: Any, solve: Solve, left: bool, entries: Tensor | None = None) -> SideCarries:
     """For A X = B, with Y = A^-T G: Y for B, and -Y X^T for A, or these entries of it; from the right, the same of all transposes."""
-    is_vector = B.ndim == 1 or A.ndim > 2 and A.shape[:-1] == B.shape
+    is_vector = takes_vectors(A.shape, B.shape)
     x = output.detach().unsqueeze(-1) if is_vector else output.detach() if left else output.detach().mT
     if output.shape != B.shape or x.shape[:-1] != A.shape[:-1]:
         return []  # broadcast

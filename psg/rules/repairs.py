@@ -12,6 +12,7 @@ from psg._torch import _functorch
 from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
 from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
+from psg.rules.systems import lu_factors, takes_vectors
 
 # By sorting: along a dimension torch has no deterministic median on a GPU.
 
@@ -96,12 +97,7 @@ for _op in (
 
 def _factors(A: Tensor, check_errors: bool = False) -> Any:
     """The LU factors, pivots and errors of a matrix, or some, that transforms differentiate for; None for others."""
-    if not _functorch.is_tracked(A):
-        return None
-    factors = torch.linalg.lu_factor_ex(A)
-    if check_errors:
-        torch._linalg_check_errors(factors[2], "torch.linalg.solve", is_matrix=A.ndim == 2)  # pyright: ignore[reportPrivateImportUsage]
-    return factors
+    return lu_factors(A, check_errors) if _functorch.is_tracked(A) else None
 
 
 def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +140,7 @@ def _logdet(A: Tensor) -> Any:
 
 def _solved(A: Tensor, B: Tensor, factors: Any, left: bool) -> Any:
     LU, pivots = factors[:2]
-    if B.ndim != 1 and A.shape[:-1] != B.shape:
+    if not takes_vectors(A.shape, B.shape):
         return torch.linalg.lu_solve(LU, pivots, B, left=left)
     if not left:
         return NotImplemented  # torch refuses vectors there
@@ -153,7 +149,7 @@ def _solved(A: Tensor, B: Tensor, factors: Any, left: bool) -> Any:
 
 def _aligned(op: Any, A: Tensor, B: Tensor, left: bool, **options: Any) -> Any:
     """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them, or their cotangents, to a wrong shape."""
-    vector = B.ndim == 1 or A.shape[:-1] == B.shape
+    vector = takes_vectors(A.shape, B.shape)
     if A.ndim == B.ndim + vector:
         return NotImplemented
     if vector:

@@ -6,7 +6,7 @@ that all samples share is factorised once; vmap would do that for each.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from string import ascii_lowercase
 from typing import Any
 
@@ -22,20 +22,31 @@ Solve = Callable[[Tensor, bool], Tensor]
 """X with A X = B, or with A^T X = B: ([*,i,k], whether A is transposed) -> [*,i,k], for a matrix of shape [*,i,i]."""
 
 
+def takes_vectors(A: torch.Size, B: torch.Size) -> bool:
+    """Whether torch.linalg.solve takes sides of this shape for vectors, not matrices, given the matrix' shape."""
+    return len(B) == 1 or B == A[:-1]
+
+
+def lu_factors(A: Tensor, check_errors: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The LU factors, pivots and errors of a matrix.
+
+    Raises:
+        torch.linalg.LinAlgError: The matrix is singular, as from torch.linalg.solve, if this is to be checked.
+    """
+    factors = torch.linalg.lu_factor_ex(A)
+    if check_errors:
+        torch._linalg_check_errors(factors[2], "torch.linalg.solve", is_matrix=A.ndim == 2)  # pyright: ignore[reportPrivateImportUsage]
+    return factors
+
+
 def by_lu(A: Tensor) -> Solve:
     """The solutions for any matrix, which is factorised when the first is needed.
 
     Raises:
         torch.linalg.LinAlgError: The matrix is singular, as from torch.linalg.solve.
     """
-
-    @cache
-    def factors() -> tuple[Tensor, Tensor]:
-        LU, pivots, info = torch.linalg.lu_factor_ex(A)
-        torch._linalg_check_errors(info, "torch.linalg.solve", is_matrix=A.ndim == 2)  # pyright: ignore[reportPrivateImportUsage]
-        return LU, pivots
-
-    return lambda B, transposed: torch.linalg.lu_solve(*factors(), B, adjoint=transposed)
+    factors = cache(partial(lu_factors, A))
+    return lambda B, transposed: torch.linalg.lu_solve(*factors()[:2], B, adjoint=transposed)
 
 
 def by_triangle(A: Tensor, upper: bool, unitriangular: bool) -> Solve:
@@ -95,7 +106,7 @@ def _run(A: Tensor, B: Tensor, solve: Solve, left: bool, is_vector: bool = False
 @rule(torch.linalg.solve, params=("A",), frozen=True, differentiable=True)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
     """([*,i,i], [n,*,i,k] or [n,*,i]) -> as B; from the right [n,*,k,i]."""
-    is_vector = B.ndim == 2 or B.shape[1:] == A.shape[:-1]
+    is_vector = takes_vectors(A.shape, B.shape[1:])
     return NotImplemented if is_vector and not left else _run(A, B, by_lu(A), left, is_vector)
 
 
