@@ -35,7 +35,7 @@ from psg._batch._owners import NotFinite, are_apart, groups, measure, sets_apart
 from psg._batch._sampled import Sampled
 from psg._call import Call
 from psg._capture._capture import Captured, Function
-from psg._capture._carries import in_parts
+from psg._capture._carries import run_pullable
 from psg._capture._derived import derives
 from psg._capture._lifted import Lifted, Tap, Watch, pull_back
 from psg._capture._operands import run_rule
@@ -455,10 +455,7 @@ class _BatchMode(Watch, Looking):
         """
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
-            decompose = in_parts(func)
-            output = decompose(*args, **kwargs) if decompose is not None and not watched else NotImplemented
-            if output is NotImplemented:
-                output = self._run_inside(func, args, kwargs) if watched else func(*args, **kwargs)
+            output = self._run_inside(func, args, kwargs) if watched else run_pullable(func, *args, **kwargs)
         return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:

@@ -197,18 +197,18 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
 
 
-def in_parts(op: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The decomposition of an op on parameters, if vmap could not pull gradients back through the op itself."""
+def run_pullable(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on parameters, as its decomposition if vmap could not pull gradients back through the op itself."""
     # Of attention there is a form for passes that are differentiated, and vmap cannot run the backward of the fused one.
-    return find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)
+    decompose = find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)
+    output = NotImplemented if decompose is None else decompose(*args, **kwargs)
+    return op(*args, **kwargs) if output is NotImplemented else output
 
 
 def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:
     """Pull materialised gradients back over one op as autograd does: for ops whose backward reads them fewer times than maps of factors."""
     leaves = {id(side): side.detach().requires_grad_() for side in step.sides}
-    decompose = in_parts(step.run)
-    output = NotImplemented if decompose is None else step.rerun(leaves, decompose)
-    output = step.rerun(leaves, step.run) if output is NotImplemented else output
+    output = step.rerun(leaves, functools.partial(run_pullable, step.run))
     found = _autograd.pulled_for_all((output,), list(leaves.values()), (factor.values.to(output.dtype),))
     return [[] if gradient is None else [Dense(gradient)] for gradient in found]
 

@@ -15,7 +15,7 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg._call import Call
 from psg._capture import _ruleless
-from psg._capture._carries import in_parts
+from psg._capture._carries import run_pullable
 from psg._capture._derived import derives, is_simple
 from psg._capture._lifted import Lifted, Watch
 from psg._capture._steps import Step
@@ -147,13 +147,8 @@ class Once(Watch):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
-        decompose = in_parts(func)
-        if decompose is not None:
-            output = decompose(*args, **kwargs)
-            if output is not NotImplemented:
-                return output
         if func is not custom_function_call:
-            return func(*args, **kwargs)
+            return run_pullable(func, *args, **kwargs)
         if _functions.holds_containers(args):
             return NotImplemented  # they are copies here
         self._avoid_leak(func, args, kwargs)
