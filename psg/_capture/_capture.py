@@ -145,7 +145,7 @@ def _run(function: Function, samples: Sequence[Tensor], mode: Router) -> tuple[T
     habits = mode.habits
     shown = _functions.shown() if habits.shows else contextlib.nullcontext()
     try:
-        with mode, _scripts.watched(_refuse, inlines=True), _functions.noting(mode.note_failure), shown:
+        with mode, _scripts.watched(_refuse, inlines=True), _functions.noting(mode), shown:
             outputs = function(samples, habits.copied)
     except RuntimeError as error:
         if _functions.is_refusal(str(error)):

@@ -101,10 +101,6 @@ class Router(Once, Looking):
             if value.value is not None:
                 self.hold(value, handle)
 
-    def note_failure(self, message: str) -> None:
-        """Note the message of an error that fn may catch."""
-        self.failure = message
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             if func in METADATA:

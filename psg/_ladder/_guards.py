@@ -80,10 +80,6 @@ class VmapGuard(Looking):
         self.own.claim(samples)
         self.aliases = Aliases(samples, habits.follows)
 
-    def note_failure(self, message: str) -> None:
-        """Note the message of an error that fn may catch."""
-        self.failure = message
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = torchs_arguments(func, args, kwargs)
         if changes_nothing(func, args):

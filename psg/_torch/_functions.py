@@ -37,7 +37,7 @@ _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 class _Noted(threading.local):
     """Who is told of refusals in this thread. No context variable: to set one slows down every look at another."""
 
-    note: Callable[[str], None] | None = None
+    mode: Any = None
 
 
 _noted = _Noted()
@@ -192,21 +192,21 @@ def shown() -> Iterator[None]:
 
 
 class noting:
-    """A context in which `note` is given the message of each error by which torch refuses a function, or hooks on saved tensors.
+    """A context in which `mode.failure` is set to the message of each error by which torch refuses a function, or hooks on saved tensors.
 
     Inside transforms it does so before any function mode can see the call, and who calls may handle the error.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
 
     def __enter__(self) -> None:
-        self._before, _noted.note = _noted.note, self._note
+        self._before, _noted.mode = _noted.mode, self._mode
         _patch.__enter__()
 
     def __exit__(self, *_: object) -> None:
         _patch.__exit__()
-        _noted.note = self._before
+        _noted.mode = self._before
 
 
 @contextlib.contextmanager
@@ -256,8 +256,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _apply_of_torch(cls, *args, **kwargs)
     except RuntimeError as error:
-        if (note := _noted.note) is not None and is_refusal(str(error)):
-            note(str(error))
+        if _noted.mode is not None and is_refusal(str(error)):
+            _noted.mode.failure = str(error)
         raise
 
 
@@ -266,8 +266,8 @@ def _enter_hooks(self: saved_tensors_hooks) -> None:
     try:
         _entered(self)
     except RuntimeError as error:
-        if (note := _noted.note) is not None:
-            note(str(error))
+        if _noted.mode is not None:
+            _noted.mode.failure = str(error)
         raise
 
 
