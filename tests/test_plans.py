@@ -187,18 +187,18 @@ def test_settings_are_those_of_a_thread():
 
 def test_settings_hold_in_autograds_threads(device, monkeypatch):
     """An accelerator's cotangents arrive in a thread of autograd's own, where large ones become factors at once."""
-    gradients, asked = _autograd.gradients, []
+    pulled, asked = _autograd.pulled, []
 
     def elsewhere(*args, **options):
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(gradients, *args, **options).result()
+            return pool.submit(pulled, *args, **options).result()
 
     def choice(factor, costs):
         asked.append(threading.current_thread())
         return "gram"
 
     as_large(monkeypatch)
-    monkeypatch.setattr(_autograd, "gradients", elsewhere)
+    monkeypatch.setattr(_autograd, "pulled", elsewhere)
     monkeypatch.setattr(_backward, "LARGE", 1)
     params = {"a": torch.randn(4, 3, device=device), "b": torch.randn(4, 4, device=device)}
     with plans.using(norm=choice):

@@ -51,9 +51,10 @@ class Backward:
             return  # no parameter was used
         asked = self._hook_large(taps)
         targets: Any = [edge for tap in asked for edge in tap.edges] + [value.leaf for value in self.values] + [*others]
+        again, ones = self.differentiated, torch.ones_like(losses)
         try:
             with self.written:
-                cotangents = iter(_autograd.gradients(losses, targets, create_graph=self.differentiated))
+                cotangents = iter(_autograd.pulled((losses,), targets, (ones,), retain_graph=again, create_graph=again))
         finally:
             # The hook of a node that the losses do not depend on is not called; its tap holds the node, which holds the hook.
             for waiting in self._waiting:

@@ -374,6 +374,8 @@ def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> Non
     outputs: Any = [value.attached for value in derived]
     inputs: Any = [value.attached for value in roots]
     cotangents = [value.factor(n).materialize() for value in derived]
-    for value, gradient in zip(roots, _autograd.pulled_for_all(outputs, inputs, cotangents, WrittenBackward()), strict=True):
+    with WrittenBackward():
+        found = _autograd.pulled_for_all(outputs, inputs, cotangents)
+    for value, gradient in zip(roots, found, strict=True):
         if gradient is not None:
             value.terms.append(Dense(gradient))

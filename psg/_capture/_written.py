@@ -88,7 +88,8 @@ class WrittenBackward(Unhandled):
         if self.has_begun and func is torch.autograd.grad and kwargs == _OF_TRANSFORM | {"create_graph": kwargs["create_graph"]}:
             outputs, inputs = args
             ones = [torch.ones_like(output) for output in outputs]
-            return _autograd.pulled(outputs, inputs, ones, kwargs["retain_graph"], kwargs["create_graph"], watch=self)
+            with self:
+                return _autograd.pulled(outputs, inputs, ones, kwargs["retain_graph"], kwargs["create_graph"])
         if not self.is_on or func in METADATA:
             return func(*args, **kwargs)
         tensors, others = operands_of(args, kwargs)

@@ -252,7 +252,7 @@ def _vmap_together(call: Call, habits: Habits) -> Result:
 
     def function(*tensors: Tensor) -> tuple[Tensor, Any]:
         guard = VmapGuard(call, tensors, bare, differentiated, habits)
-        with _scripts.watched(_expect_right(call), inlines=derived), _functions.noting(guard.note_failure), guard:
+        with _scripts.watched(_expect_right(call), inlines=derived), _functions.noting(guard), guard:
             values = outputs.of(_trees.fill(call.leaves, tensors))
         if guard.failure is not None:
             raise PsgError(f"the function handles an error: {guard.failure}")
@@ -379,8 +379,12 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
         with called.again():
             if not history:
                 gradients = _pass.gradients(loss, own, again, lambda nodes: _look(call, nodes, own, guard.recorded_ids, called))
+            elif not loss.requires_grad:
+                gradients = [None] * len(own)
             else:
-                found = _autograd.gradients(loss, own, True, again) if loss.requires_grad else [None] * len(own)
+                ones = torch.ones_like(loss)
+                with again:
+                    found = _autograd.pulled((loss,), own, (ones,), retain_graph=True, create_graph=True)
                 gradients = [None if g is None else g.to_dense() for g in found]
     return (*gradients, *(values if history else [value.detach() for value in values]))
 

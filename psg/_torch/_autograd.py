@@ -14,45 +14,25 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
-def gradients(
-    losses: Tensor,
-    targets: Sequence[Any],
-    create_graph: bool = False,
-    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 (without a state)
-) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad(losses, targets, torch.ones_like(losses), allow_unused=True)`, without its checks of shapes.
-
-    `watch` is a mode for the ops that the backward pass calls from Python.
-    """
-    return pulled((losses,), targets, (torch.ones_like(losses),), create_graph, create_graph, watch)
-
-
 def pulled(
     outputs: Sequence[Tensor],
     targets: Sequence[Any],
     cotangents: Sequence[Tensor],
     retain_graph: bool = False,
     create_graph: bool = False,
-    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 (without a state)
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad(outputs, targets, cotangents, ..., allow_unused=True)`, without its checks of shapes. `watch` as above."""
-    with watch:
-        return torch.autograd.graph._engine_run_backward(
-            tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
-        )
+    """`torch.autograd.grad(outputs, targets, cotangents, ..., allow_unused=True)`, without its checks of shapes."""
+    return torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
 
 
-def pulled_for_all(
-    outputs: Sequence[Tensor],
-    targets: Sequence[Any],
-    cotangents: Sequence[Tensor],
-    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 (without a state)
-) -> list[Tensor | None]:
+def pulled_for_all(outputs: Sequence[Tensor], targets: Sequence[Any], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
     """The same under vmap, for cotangents with one more dimension, the first."""
     reached: list[bool] = []
 
     def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-        found = pulled(outputs, targets, cotangents, watch=watch)
+        found = pulled(outputs, targets, cotangents)
         reached[:] = [gradient is not None for gradient in found]
         return tuple(gradient for gradient in found if gradient is not None)
 

@@ -94,7 +94,9 @@ def gradients(
     if loss.grad_fn is None:
         found: Sequence[Tensor | None] = [torch.ones_like(loss) if loss is target else None for target in targets]
     elif not any(issubclass(kind, BackwardCFunction) for kind in set(map(type, nodes))):
-        found = _autograd.gradients(loss, targets, watch=watch)
+        ones = torch.ones_like(loss)
+        with watch:
+            found = _autograd.pulled((loss,), targets, (ones,))
     else:
         # A Function's backward may add to the `.grad` of leaves itself: read the targets' gradients there, and restore the others' `.grad`.
         leaves = [node.variable for node in _autograd.leaves_in(nodes)]
