@@ -5,7 +5,6 @@ is named twice is the sum of both. A map gives None where psg has no factor for 
 has for arguments that are not named.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from psg.factors._maps import (
     slices_of,
     transposed,
 )
+from psg.rules.products import einsum_labels, matmul_equation, tensordot_labels
 from psg.rules.systems import Solve, by_lu, by_triangle, solve_all, takes_vectors, triangle
 
 CarryToSide = Callable[[Factor], Factor | None]
@@ -191,12 +191,9 @@ def _matmul(output: Tensor, input: Any, other: Any) -> SideCarries:
             (input, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * y))),
             (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
         ]
-    if x.ndim < 2 or y.ndim < 2 or x.ndim > 2 and x.shape[:-2] != y.shape[:-2]:
+    if x.ndim < 2 or x.ndim not in (2, y.ndim):
         return []
-    batch = [f"matrix {k}" for k in range(y.ndim - 2)]
-    return _operands(
-        output, [*batch, "row", "column"], [([*batch[: x.ndim - 2], "row", "term"], input), ([*batch, "term", "column"], other)]
-    )
+    return _einsum(output, matmul_equation((x.ndim, y.ndim)), input, other)
 
 
 def _linear(output: Tensor, input: Any, weight: Any, bias: Any = None) -> SideCarries:
@@ -318,7 +315,10 @@ def _if_dense(factor: Factor, build: Callable[[Tensor], Factor]) -> Factor | Non
 
 def _operands(output: Tensor, labels: Labels, operands: Sequence[tuple[Labels, Any]]) -> SideCarries:
     """The carries of an einsum, or of what is a reshape of its result, with the labels of its output."""
-    sizes = {label: size for own, tensor in operands for label, size in zip(own, tensor.shape, strict=True)}
+    sizes: dict[str, int] = {}
+    for own, tensor in operands:
+        if len(set(own)) < len(own) or any(sizes.setdefault(label, size) != size for label, size in zip(own, tensor.shape, strict=True)):
+            return []  # a diagonal, or broadcast
     shape = torch.Size([sizes[label] for label in labels])
     if output.numel() == 0 or shape.numel() != output.numel():
         return []
@@ -335,16 +335,8 @@ def _einsum(output: Tensor, equation: Any, *operands: Any) -> SideCarries:
     given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     if not isinstance(equation, str) or "." in equation:
         return []
-    inputs, arrow, labels = equation.replace(" ", "").partition("->")
-    if not arrow:
-        labels = "".join(sorted(label for label in set(inputs) - {","} if inputs.count(label) == 1))
-    pairs = list(zip(inputs.split(","), given, strict=True))
-    if any(len(set(part)) < len(part) for part, _ in pairs):
-        return []  # diagonals
-    sizes = [dict(zip(part, tensor.shape, strict=True)) for part, tensor in pairs]
-    if any(one[label] != other[label] for one, other in itertools.combinations(sizes, 2) for label in one.keys() & other.keys()):
-        return []  # broadcast
-    return _operands(output, labels, pairs)
+    written = einsum_labels(equation, [tensor.ndim for tensor in given])
+    return [] if written is None else _operands(output, written[1], list(zip(written[0], given, strict=True)))
 
 
 def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
@@ -355,18 +347,8 @@ def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
 
 
 def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> SideCarries:
-    if isinstance(dims, int):
-        dims = range(a.ndim - dims, a.ndim), range(dims)
-    if not isinstance(dims, (list, tuple)) or not all(isinstance(own, (list, tuple, range)) for own in dims):
-        return []
-    first, second = ([f"{name}{k}" for k in range(tensor.ndim)] for name, tensor in (("a", a), ("b", b)))
-    pairs = {dim % a.ndim: other % b.ndim for dim, other in zip(*dims, strict=True)}
-    for dim, other in pairs.items():
-        second[other] = first[dim]
-    if any(a.shape[dim] != b.shape[other] for dim, other in pairs.items()):
-        return []
-    labels = [label for k, label in enumerate(first) if k not in pairs] + [label for label in second if label not in first]
-    return _operands(output, labels, [(first, a), (second, b)])
+    written = tensordot_labels((a.ndim, b.ndim), dims)
+    return [] if written is None else _operands(output, written[1], list(zip(written[0], (a, b), strict=True)))
 
 
 # Layouts and dtypes
