@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from psg import _trees
 from psg._errors import PsgError, StateError
 from psg._torch import _ambient, _functorch, _random
-from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, is_mask, read_by, tensors_of
+from psg._torch._ops import ARRAYS, CONVERSIONS, REQUIRES_GRAD, SET_DATA, is_mask, mutated, mutating, read_by, tensors_of
 from psg._torch._patches import assigned
 
 
@@ -241,11 +241,11 @@ class _Given(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _trees.tensors_in(_trees.flatten((args, kwargs))[0]):
+        for tensor in _trees.all_tensors((args, kwargs)):
             if tensor not in self._made:
                 self.found[id(tensor)] = tensor
         output = func(*args, **kwargs)
-        for tensor in _trees.tensors_in(_trees.flatten(output)[0]):
+        for tensor in _trees.all_tensors(output):
             self._made[tensor] = True
         return output
 
@@ -282,11 +282,11 @@ class _ConstantsAsInputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mode: Any = get_proxy_mode()
-        operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
+        operands = _trees.all_tensors((args, kwargs))
         if mode is not None and any([tensor._is_zerotensor() for tensor in operands]):
             # The tracer crashes where some ops meet such a tensor, which autograd makes in forward mode.
             args, kwargs = _trees.map_tensors(lambda leaf: self._filled(leaf) if leaf._is_zerotensor() else leaf, (args, kwargs))
-            operands = _trees.tensors_in(_trees.flatten((args, kwargs))[0])
+            operands = _trees.all_tensors((args, kwargs))
         literal = func is torch.ops.aten.lift_fresh.default  # torch.tensor(1.0) inside fn
         if mode is not None and not literal:
             for tensor in operands:
@@ -438,12 +438,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an op writes into."""
     if func in _BATCH_NORMS and args[5]:
         return _trees.tensors_in(args[3:5])
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
-        return []
-    arguments = zip(func._schema.arguments, args, strict=False)
-    written = [value for argument, value in arguments if argument.is_write]
-    written += [kwargs[argument.name] for argument in func._schema.arguments if argument.is_write and argument.name in kwargs]
-    return _trees.tensors_in(_trees.flatten(written)[0])
+    return mutated(mutating(func), args, kwargs) or []
 
 
 def _strided(leaves: Sequence[Any]) -> list[Tensor]:

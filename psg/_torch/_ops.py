@@ -299,7 +299,7 @@ def may_write(func: Any) -> bool:
 def _target_finder(func: Any) -> Callable[[Any, Any], Any] | None:
     """The function that finds what a call of `func` writes into; None if that is at most its argument `out`."""
     if not is_torchs(func):
-        return partial(_mutated, _mutating(func))
+        return partial(mutated, mutating(func))
     if _writes(func):
         return _first
     if base_name(func) in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
@@ -327,18 +327,18 @@ def _first_if_inplace(position: int, args: Any, kwargs: Any) -> Any:
     return kwargs.get("out")
 
 
-def _mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Tensor] | None:
-    """The tensors that an op of `torch.library` says that it writes into, by what `_mutating` gives; None if there are none."""
+def mutated(names: dict[str, bool], args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The tensors that an op of `torch.library` says that it writes into, by what `mutating` gives; None if there are none."""
     if not names:
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return tensors_of([given[name] for name, writes in names.items() if writes and name in given], {})
 
 
-def _mutating(func: Any) -> dict[str, bool]:
+def mutating(func: Any) -> dict[str, bool]:
     """For each argument of an op of `torch.library` whether it is written into; nothing if none is."""
     arguments = [argument for schema in _schemas(func)[:1] for argument in schema.arguments]
-    found = {argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments}
+    found = {argument.name: argument.is_write for argument in arguments}
     return found if any(found.values()) else {}
 
 
