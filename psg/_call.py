@@ -116,7 +116,7 @@ class Call:
         self.tensors = [self.leaves[position] for position in positions]
         self.tensor_dims = [self.dims[position] for position in positions]
         self.tensor_params = [rank[position] for position in self.params]
-        self.keyword_tensors = _trees.tensors_in(_trees.flatten(list(self.kwargs.values()))[0]) if self.kwargs else []
+        self.keyword_tensors = _trees.all_tensors(list(self.kwargs.values())) if self.kwargs else []
 
     @property
     def needs_derivative(self) -> bool:
@@ -158,7 +158,7 @@ class Call:
             output, aux = output
         with torch._C.DisableTorchFunction():  # modes watch fn, not these questions
             self._expect_loss(output, batch)
-        for tensor in _trees.tensors_in(_trees.flatten(aux)[0]) if batch else ():
+        for tensor in _trees.all_tensors(aux) if batch else ():
             if tensor.shape[:1] != (self.n,):
                 raise InputError(
                     f'{self.name}, method="batch": expected the {self.n} samples in dim 0 of every tensor in aux, got one of shape '
@@ -434,7 +434,7 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
             copies[id(tensor)] = _copies.copy_of(tensor)
         return copies[id(tensor)]
 
-    holding = {name for name, value in kwargs.items() if any(isinstance(leaf, Tensor) for leaf in _trees.flatten(value)[0])}
+    holding = {name for name, value in kwargs.items() if _trees.all_tensors(value)}
     return {name: _trees.map_tensors(copied, value) if name in holding else value for name, value in kwargs.items()}
 
 
@@ -583,8 +583,7 @@ def _warn_of_batched_list(name: str, fn: Callable[..., Any], argument: Any, argu
 def _warn_of_batched_keywords(name: str, fn: Callable[..., Any], kwargs: dict[str, Any], n: int) -> None:
     """Warn of a keyword tensor with n rows, a mask [n, t] say: every sample gets all of it, which is documented but seldom meant."""
     for keyword, value in kwargs.items():
-        tensors = [leaf for leaf in _trees.flatten(value)[0] if isinstance(leaf, Tensor) and not leaf.is_nested]
-        if any(tensor.shape[:1] == (n,) for tensor in tensors):
+        if any(not tensor.is_nested and tensor.shape[:1] == (n,) for tensor in _trees.all_tensors(value)):
             warn_once(
                 (code_of(fn), keyword),
                 f"{name}: the keyword argument {keyword!r} holds a tensor with {n} rows, as many as there are samples. Keyword arguments "

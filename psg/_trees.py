@@ -236,6 +236,11 @@ def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def all_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree, in order."""
+    return tensors_in(flatten(tree)[0])
+
+
 def fill(leaves: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves, with `tensors_in` them replaced by these, in order."""
     rest = iter(tensors)

@@ -177,7 +177,7 @@ def may_keep(count: int) -> bool:
 
 
 def _fastest(question: str, costs: Mapping[str, float], factor: Any, run: Callable[[str], Any]) -> str:
-    layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _trees.tensors_in(_trees.flatten(factor)[0]))
+    layout = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _trees.all_tensors(factor))
     key = question, tuple(costs), type(factor), layout, factor.shape, factor.device, _machine.settings(factor.device)
     if (known := _measured.get(key)) is not None:
         return known

@@ -162,7 +162,7 @@ def call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]
                 raise Unsupported(f"{writing(args[0])} unseen by autograd, as by .data")
         else:
             others = [_functorch.memory_of(other) for other in tensors if other is not tensor]
-            outputs = map(_functorch.memory_of, _trees.tensors_in(_trees.flatten(output)[0]))
+            outputs = map(_functorch.memory_of, _trees.all_tensors(output))
             if _functorch.memory_of(tensor) in others or _functorch.memory_of(copy) in outputs:
                 raise Unsupported(f"{writing(args[0])}, of which it has other views")
     return output, [copies[id(tensor)].detach() for tensor in tensors], written

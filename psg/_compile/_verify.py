@@ -194,7 +194,7 @@ def _is_rounding(actual: Any, expected: Any, nudged: Callable[[], tuple[Any, Any
     offs, jumps = [], []
     for _ in range(_NUDGES):
         results = _alike(actual, expected, *nudged())
-        here, want, compiled, eager = (_trees.tensors_in(_trees.flatten(result)[0]) for result in results)
+        here, want, compiled, eager = (_trees.all_tensors(result) for result in results)
         offs += [_distances(here, want), _distances(compiled, eager)]
         jumps.append(_distances(eager, want))
         leaves = zip(zip(*offs, strict=True), zip(*jumps, strict=True), strict=True)

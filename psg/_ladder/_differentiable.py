@@ -56,7 +56,7 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
         renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
-        return _trees.tensors_in(_trees.flatten(compute(renewed, AGAIN if method in ("auto", "capture") else method))[0])
+        return _trees.all_tensors(compute(renewed, AGAIN if method in ("auto", "capture") else method))
 
     leaves, spec = _trees.flatten(result)
     attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)

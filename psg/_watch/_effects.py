@@ -165,7 +165,7 @@ _FORGOTTEN = Forgotten()  # made here, where no mode sees it: tracers take its c
 
 
 def _holds_ended(value: Any) -> bool:
-    return any(map(_has_ended, _trees.tensors_in(_trees.flatten(value)[0])))
+    return any(map(_has_ended, _trees.all_tensors(value)))
 
 
 def _without_ended(value: Any) -> Any:
@@ -192,7 +192,7 @@ def _refill(collection: Any, items: Any) -> None:
 def _holds_results(value: Any, constants: bool) -> bool:
     """Whether a value holds tensors that a pass has made from the samples or the parameters, or under its transforms, or any."""
     with torch._C.DisableTorchFunction():  # a pass around this one would look at each question
-        tensors = _trees.tensors_in(_trees.flatten(value)[0])
+        tensors = _trees.all_tensors(value)
         return any(constants or tensor.requires_grad or is_marked(tensor) or _has_ended(tensor) for tensor in tensors)
 
 

@@ -11,7 +11,7 @@ from psg._call import Call, Method, Options, prepare
 from psg._errors import InputError, first_line
 from psg._ladder._ladder import refuse_stale
 from psg._torch import _ambient, _autograd
-from psg._trees import Tree, flatten, tensors_in
+from psg._trees import Tree, all_tensors, flatten
 from psg._watch._effects import forgetting
 from psg.clipping import fits
 from psg.testing._compare import Mismatch, assert_trees_close, compare, default_rtol
@@ -164,7 +164,7 @@ def _shared_data(call: Call) -> str:
     """The names of tensors that all samples share, beside the parameters."""
     tensors = zip(call.leaves, call.dims, strict=True)
     names = [call.paths[i] for i, (leaf, dim) in enumerate(tensors) if dim is None and i not in call.params and isinstance(leaf, Tensor)]
-    names += [name for name, value in call.kwargs.items() if tensors_in(flatten(value)[0])]
+    names += [name for name, value in call.kwargs.items() if all_tensors(value)]
     return ", ".join(names)
 
 
