@@ -12,6 +12,7 @@ from cases import Problem
 from conftest import as_large
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.func import grad, jacrev, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -824,3 +825,16 @@ def test_forward_mode_through_determinants_of_any_layout(rows, op, forward, matr
 
     for method in ("capture", "vmap"):
         assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("op", [torch.linalg.det, torch.logdet, lambda A: torch.linalg.slogdet(A)[1]], ids=["det", "logdet", "slogdet"])
+def test_dual_numbers_through_determinants_of_a_part_of_a_sample(op):
+    """The same in a level of forward mode that fn opens itself: the sample's matrix is contiguous, those of the batch lie apart."""
+
+    def fn(w, x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x[0], x[1].cos())
+            return forward_ad.unpack_dual(op(dual)).tangent * w.sum()
+
+    w, x = torch.randn(3, 3), torch.randn(4, 2, 3, 3).abs() + 2 * torch.eye(3)
+    assert_trees_close(psg.per_sample_grad(fn, method="vmap")(w, x), loop_grad(fn)(w, x))

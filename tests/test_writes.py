@@ -1239,3 +1239,66 @@ def test_attributes_of_a_constant_stay_where_they_are_written_into(device):
 
     p, x = torch.randn(3, device=device), torch.randn(2, 3, device=device)
     assert_trees_close(psg.per_sample_grad(fn, method="capture")(p, x), 2 * x)
+
+
+@torch.library.custom_op("psg_tests::halve_", mutates_args=("values",))
+def halve_(scale: float, values: torch.Tensor) -> None:
+    values.mul_(scale)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_an_op_of_torch_library_says_that_it_writes_into(by_name, device):
+    """That is not its first argument. Without a copy, every pass would halve the caller's batch."""
+
+    def fn(w, x):
+        halve_(0.5, values=x) if by_name else halve_(0.5, x)
+        return (w * x).sum(1)
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    given = x.clone()
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), 0.5 * given, per_sample=False)
+    assert torch.equal(x, given)
+
+
+def test_a_filled_diagonal_of_what_is_computed_once(device):
+    """Written as a selection: torch has no op that makes a new tensor of it."""
+
+    def fn(w, x):
+        a = 2 * w
+        a.fill_diagonal_(0.3)
+        return (a @ x).sin().sum()
+
+    w, x = torch.randn(60, 60, device=device), torch.randn(40, 60, 2, device=device)
+    (leaf,) = psg.explain(fn, method="capture")(w, x).leaves
+    assert "masked_fill: derived" in leaf.uses
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+
+
+def flat_view(c, row):
+    view = c.view(-1)
+    view[3 : 3 + len(row)] = row
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c, row: c[0].copy_(row),
+        lambda c, row: c.diagonal().copy_(row),
+        lambda c, row: c[0].__setitem__(slice(2, 5), row[2:5]),
+        lambda c, row: c.__setitem__(1, row),
+        flat_view,
+    ],
+    ids=["a row", "the diagonal", "a part of a row", "the whole", "a flat view"],
+)
+def test_a_parameter_written_into_a_view_of_a_new_tensor(write, device):
+    """Computed once: the new tensor, and its view, become results of one op."""
+
+    def fn(w, x):
+        c = torch.zeros(60, 60, device=w.device)
+        write(c, w[0])
+        return (c @ x).sin().sum()
+
+    w, x = torch.randn(60, 60, device=device), torch.randn(40, 60, 2, device=device)
+    (leaf,) = psg.explain(fn, method="capture")(w, x).leaves
+    assert "index_put: derived" in leaf.uses
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
