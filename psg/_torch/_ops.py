@@ -361,13 +361,10 @@ def out_of_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | No
     if name == "fill_diagonal_" and args[0].ndim == 2 and not kwargs.get("wrap", len(args) > 2):
         mask = torch.eye(*args[0].shape, dtype=torch.bool, device=args[0].device)
         return Tensor.masked_fill, (args[0], mask, *args[1:2]), {key: value for key, value in kwargs.items() if key == "value"}
-    if name.startswith("__i"):
-        name = "__" + name[3:]
-    elif name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    else:
+    # Not of `__iand__` and its kin, which have no derivative; torch calls `__iadd__` and its kin `add_`.
+    if not name.endswith("_") or name.endswith("__") or not hasattr(Tensor, name[:-1]):
         return None
-    return (getattr(Tensor, name), args, kwargs) if hasattr(Tensor, name) else None
+    return getattr(Tensor, name[:-1]), args, kwargs
 
 
 def is_mask(index: Tensor) -> bool:
