@@ -356,3 +356,29 @@ def test_frames_may_be_inspected(device):
         psg.per_sample_grad(lambda w, x: Failing.apply(w * x).sum(), method="capture")(torch.ones(3), torch.ones(2, 3))
     names = [sorted(entry.frame.raw.f_locals) for entry in caught.traceback]
     assert ["args", "cls", "kwargs"] in [[name for name in own if name != "__class__" and name[0] != "_"][:3] for own in names]
+
+
+class Sloping(torch.autograd.Function):
+    """Another value, by another slope, for what requires no grad."""
+
+    @counted
+    def forward(ctx, x, c):
+        ctx.slopes = [2.0 if part.requires_grad else 3.0 for part in (x, c)]
+        return x * ctx.slopes[0] + c * ctx.slopes[1]
+
+    @counted
+    def backward(ctx, cotangent):
+        return tuple(slope * cotangent for slope in ctx.slopes)
+
+
+def test_a_function_may_ask_which_argument_requires_grad(device):
+    """vmap's wrappers say that none does."""
+
+    def fn(w, x):
+        return Sloping.apply(w * x, x).sin().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    expected = loop_grad(fn)(w, x)
+    del calls[:]
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+    assert calls.tolist() == [FORWARD, BACKWARD]
