@@ -382,3 +382,28 @@ def test_a_function_may_ask_which_argument_requires_grad(device):
     del calls[:]
     assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
     assert calls.tolist() == [FORWARD, BACKWARD]
+
+
+class Branching(torch.autograd.Function):
+    @staticmethod
+    def forward(w):
+        return w.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent if cotangent.sum() > 0 else 2 * cotangent
+
+
+def test_a_function_of_parameters_whose_backward_pass_branches(device):
+    """Computed once it would have all samples' cotangents, of which no branch can be taken: it runs sample by sample instead."""
+
+    def fn(w, x):
+        return (Branching.apply(2 * w) * x).sum()
+
+    w, x = torch.randn(30, 30, device=device), torch.rand(6, 30, 30, device=device)
+    x[::2] *= -1
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
