@@ -14,17 +14,13 @@ from torch import Tensor
 from psg._torch._library import opaque
 
 
-def sides_of(A: Tensor, left: Tensor, right: Tensor, most: float = math.inf) -> tuple[Tensor, Tensor] | None:
+def sides_of(A: Tensor, left: Tensor, right: Tensor, most: float) -> tuple[Tensor, Tensor] | None:
     """The sides of the gradient of A from those of the gradient of exp(A): ([d,d], [n,t,d], [n,t,d]) -> two of [n,t*r,d].
 
     None if it takes more than `most` nodes r, or if the matrix is not finite.
     """
-    r = _nodes(A, most)
-    if r is None:
-        return None
-    places, weights = torch.tensor(_gauss(r), dtype=A.dtype, device=A.device)
-    exps = torch.linalg.matrix_exp(places[:, None, None] * A).to(left.dtype)
-    return _by_each(left, weights[:, None, None].to(left.dtype) * exps), _by_each(right, exps.flip(0).mT)
+    matrices = _matrices(A, left.dtype, most)
+    return None if matrices is None else (_by_each(left, matrices[0]), _by_each(right, matrices[1]))
 
 
 def _by_each(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -35,13 +31,38 @@ def _by_each(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _pull(A: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    sides = sides_of(A, left, right)
-    return left.new_full((len(left), *A.shape), math.nan) if sides is None else sides[0].mT @ sides[1]
+    matrices = _matrices(A, left.dtype, _MOST_NODES)
+    if matrices is None:
+        return _block(A, (left.mT @ right).to(A.dtype)).to(left.dtype)
+    total = left.new_zeros(len(left), *A.shape)
+    for one, other in zip(*matrices, strict=True):  # node by node: of all together the sides may be much larger than the gradient
+        total.baddbmm_((left @ one).mT, right @ other)
+    return total
+
+
+_MOST_NODES = 64  # enough for singular values up to 60
+
+
+def _block(A: Tensor, gradient: Tensor) -> Tensor:
+    """The block beside the diagonal of exp([[A^T, G], [0, A^T]]), [n,d,d]. Higham, equation 3.16."""
+    alike = A.mT.expand_as(gradient)
+    rows = torch.cat([alike, gradient], 2), torch.cat([torch.zeros_like(gradient), alike], 2)
+    return torch.linalg.matrix_exp(torch.cat(rows, 1))[:, : len(A), len(A) :].contiguous()
 
 
 # A tracer, which cannot read the matrix, sees one op.
 pulled = opaque("exponential_pulled", _pull, lambda A, left, right: left.new_empty(len(left), *A.shape))
-"""The gradient itself, [n,d,d], from the same; NaN where the matrix is not finite."""
+"""The gradient itself, [n,d,d], from the same."""
+
+
+def _matrices(A: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tensor] | None:
+    """What the rows of both sides are multiplied by at each node, two of [r,d,d]."""
+    r = _nodes(A, most)
+    if r is None:
+        return None
+    places, weights = torch.tensor(_gauss(r), dtype=A.dtype, device=A.device)[:, :, None, None]
+    exps = torch.linalg.matrix_exp(places * A)
+    return (weights * exps).to(dtype), exps.flip(0).mT.to(dtype)
 
 
 def _nodes(A: Tensor, most: float) -> int | None:
