@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psg import _trees
-from psg._errors import InputError, a_kind
+from psg._errors import InputError, a_kind, received
 from psg._torch import _functorch
 from psg.clipping import PerGroup, PerLeaf, Policy, check_clip_norm, clip, is_bounded
 from psg.factors import Factor
@@ -60,6 +60,8 @@ def _leaf_by_leaf(given: PerLeaf, spec: optree.PyTreeSpec) -> list[Group]:
 
 def _by_label(given: PerGroup, spec: optree.PyTreeSpec) -> list[Group]:
     norms = given.clip_norm
+    if not callable(given.label):
+        raise InputError(f"PerGroup(label=...): expected a function from a leaf's path to its label, got {received(given.label)}.")
     if not isinstance(norms, Mapping):
         raise InputError(f"PerGroup(clip_norm=...): expected a mapping from labels to clip norms, got {a_kind(norms)}.")
     members: dict[Hashable, list[int]] = {}

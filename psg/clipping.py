@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg._errors import InputError, a_kind
+from psg._errors import InputError, a_kind, received
 from psg._torch import _functorch
 
 __all__ = ["PerGroup", "PerLeaf", "Policy", "adapt", "automatic", "bounded", "clip", "normalize"]
@@ -110,7 +110,7 @@ def bounded(policy: Policy) -> Policy:
         as zero.
 
     Raises:
-        InputError: `policy` is not a function. At a call: `policy` does not return a tensor [n].
+        InputError: `policy` is not a function. At a call: `policy` does not return a real tensor [n].
 
     Example:
         >>> import torch
@@ -197,7 +197,7 @@ def adapt(
         A scalar tensor on the device of `norms`, in their dtype or that of a `clip_norm` of higher precision.
 
     Raises:
-        InputError: `norms` or `mask` is not [n], `clip_norm` is a `PerLeaf` or `PerGroup`, or a value is out of range.
+        InputError: `norms` or `mask` is not [n], `clip_norm` is a `PerLeaf` or `PerGroup`, a value is out of range, or `generator` is none.
 
     Example:
         >>> import torch
@@ -214,9 +214,10 @@ def adapt(
     if not isinstance(norms, Tensor):
         hint = ": pass out.norms" if is_clipped(norms) else ""
         raise InputError(f"psg.clipping.adapt: expected norms as a tensor [n], got {a_kind(norms)}{hint}.")
-    if norms.ndim != 1:
-        raise InputError(f"psg.clipping.adapt: expected norms [n], got shape {tuple(norms.shape)}.")
+    if norms.ndim != 1 or not norms.is_floating_point():
+        raise InputError(f"psg.clipping.adapt: expected real floating norms [n], got {norms.dtype} of shape {tuple(norms.shape)}.")
     check_mask("psg.clipping.adapt", mask, len(norms))
+    check_generator("psg.clipping.adapt", generator)
     for name, value, within, expected in (
         ("clip_norm", clip_norm, lambda norm: 0 < norm < math.inf, "greater than 0 and finite, or it would never move"),
         ("expected_batch_size", expected_batch_size, lambda size: 0 < size < math.inf, "greater than 0 and finite"),
@@ -275,8 +276,8 @@ class PerGroup:
             same one.
 
     Raises:
-        InputError: At a call: `clip_norm` is not a mapping, a label is not hashable or has no clip norm, no leaf has a label of
-            `clip_norm`, a clip norm is not a number of at least 0, or it is inf under a policy that cannot use that.
+        InputError: At a call: `label` is not a function, `clip_norm` is not a mapping, a label is not hashable or has no clip norm, no
+            leaf has a label of `clip_norm`, a clip norm is not a number of at least 0, or it is inf under a policy that cannot use that.
 
     Example:
         >>> import torch, psg
@@ -305,7 +306,7 @@ def check_clip_norm(clip_norm: Any) -> None:
     if fits(value, lambda norm: True):
         raise InputError(f"clip_norm={value}: expected a number that is at least 0. 0 gives a zero sum, inf the plain sum.")
     hint = " Wrap clip norms of several leaves: PerLeaf(...)." if isinstance(value, (Mapping, list, tuple)) else ""
-    raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {type(value).__name__}.{hint}")
+    raise InputError(f"clip_norm: expected a number, a scalar tensor, PerLeaf or PerGroup, got {received(value)}.{hint}")
 
 
 def policy_of(policy: str | Policy) -> Policy:
@@ -318,10 +319,11 @@ def policy_of(policy: str | Policy) -> Policy:
         The function (norms, clip_norm) -> clip_coef.
 
     Raises:
-        InputError: No policy has that name, or `policy` is `automatic` itself, which makes policies.
+        InputError: No policy has that name, or `policy` is `automatic` or `bounded` itself, which make policies.
     """
-    if policy is automatic:
-        raise InputError('policy=automatic: this function makes policies: give what it returns, automatic(), or "automatic".')
+    if policy is automatic or policy is bounded:
+        made = 'automatic(), or "automatic"' if policy is automatic else "bounded(your_policy)"
+        raise InputError(f"policy={made.partition('(')[0]}: this function makes policies: give what it returns, {made}.")
     if callable(policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
@@ -342,16 +344,16 @@ def coefficients(policy: Policy, norms: Tensor, clip_norm: float | Tensor) -> Te
         A coefficient for each norm, [n].
 
     Raises:
-        InputError: The policy returns anything but a tensor [n].
+        InputError: The policy returns anything but a real tensor [n].
     """
     coefs = policy(norms if is_bounded(policy) else norms.clone(), clip_norm)  # a user's policy may write into its input
-    if not isinstance(coefs, Tensor) or coefs.shape != norms.shape:
-        got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
+    if not isinstance(coefs, Tensor) or coefs.shape != norms.shape or coefs.is_complex():
+        got = f"{tuple(coefs.shape)} of {coefs.dtype}" if isinstance(coefs, Tensor) else type(coefs).__name__
         raise InputError(
-            f"policy: expected it to return a tensor of shape {tuple(norms.shape)}, a coefficient for each norm, got {got}. One number for "
-            "all of them is torch.full_like(norms, number)."
+            f"policy: expected it to return a real tensor of shape {tuple(norms.shape)}, a coefficient for each norm, got {got}. One "
+            "number for all of them is torch.full_like(norms, number)."
         )
-    return coefs
+    return coefs if coefs.is_floating_point() else coefs.to(norms.dtype)  # `norms <= clip_norm` drops what is longer
 
 
 def check_mask(name: str, mask: Any, n: int, hint: str = "") -> None:
@@ -359,6 +361,14 @@ def check_mask(name: str, mask: Any, n: int, hint: str = "") -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (n,)):
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"{name}: mask: expected a bool tensor of shape ({n},), got {got}.{hint}")
+
+
+def check_generator(name: str, generator: Any) -> None:
+    """Raise InputError unless this is None or a generator."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"{name}: generator: expected a torch.Generator, got {a_kind(generator)}. torch.Generator().manual_seed(seed) is one."
+        )
 
 
 def is_clipped(value: Any) -> bool:

@@ -104,7 +104,7 @@ def test_a_policy_that_writes_into_the_norms(args):
     assert_trees_close((found.norms, found.group_norms, found.clip_coef), (plain.norms, plain.group_norms, plain.clip_coef))
 
 
-@pytest.mark.parametrize("clip_norm, got", [("1", "str"), (None, "NoneType"), (True, "bool")])
+@pytest.mark.parametrize("clip_norm, got", [("1", "a str"), (None, "a NoneType"), (True, "a bool"), (PerLeaf, "the class PerLeaf")])
 def test_clip_norm_that_is_no_number_is_an_error(clip_norm, got, args):
     with pytest.raises(psg.InputError, match=rf"clip_norm.*expected a number.*got {got}"):
         psg.clipped_grad(loss, clip_norm)(*args)
@@ -273,7 +273,7 @@ def test_unknown_policy_is_an_error(args):
         psg.clipped_grad(loss, 1.0, policy=["clip"])
     with pytest.raises(psg.InputError, match=r"policy='per_layer'.*PerLeaf\(...\)"):
         psg.clipped_grad(loss, 1.0, policy="per_layer")
-    with pytest.raises(psg.InputError, match=r"clip_norm: .* got dict\. Wrap .* PerLeaf\(...\)"):
+    with pytest.raises(psg.InputError, match=r"clip_norm: .* got a dict\. Wrap .* PerLeaf\(...\)"):
         psg.clipped_grad(loss, {"a": 1.0})
 
 
@@ -338,10 +338,21 @@ def test_kinds_of_dicts_may_differ(params_kind, norms_kind, device):
 
 
 def test_a_policy_that_gives_something_else(args):
-    with pytest.raises(psg.InputError, match=r"policy: expected it to return a tensor of shape \(\d,\).*got \(\d, 1\)"):
+    with pytest.raises(psg.InputError, match=r"policy: expected it to return a real tensor of shape \(\d,\).*got \(\d, 1\)"):
         psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: norms[:, None])(*args)
     with pytest.raises(psg.InputError, match=r"got float\. One number for all"):
         psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: 1.0)(*args)
+    with pytest.raises(psg.InputError, match=r"policy: expected it to return a real tensor .*complex"):
+        psg.clipped_grad(loss, 1.0, policy=lambda norms, clip_norm: 1j * norms)(*args)
+
+
+@pytest.mark.parametrize("made", [lambda policy: policy, psg.clipping.bounded])
+def test_a_policy_may_give_booleans_and_integers(made, args):
+    clip_norm = float(reference_norm(loop_grad(loss)(*args)).median())
+    expected = psg.clipped_grad(loss, clip_norm, policy=made(lambda norms, c: (norms <= c).to(norms)))(*args)
+    for own in (lambda norms, c: norms <= c, lambda norms, c: torch.where(norms <= c, 1, 0)):
+        out = psg.clipped_grad(loss, clip_norm, policy=made(own))(*args)
+        assert_trees_close(out._asdict(), expected._asdict())
 
 
 def test_per_group(args):
@@ -363,6 +374,8 @@ def test_per_group(args):
 def test_a_group_without_clip_norm_is_an_error(args):
     with pytest.raises(psg.InputError, match=r"'other', which has no clip norm.*body"):
         psg.clipped_grad(loss, PerGroup(label=lambda path: "other", clip_norm={"body": 1.0}))(*args)
+    with pytest.raises(psg.InputError, match=r"PerGroup\(label=...\): expected a function .* got a dict"):
+        psg.clipped_grad(loss, PerGroup({"body": 1.0}, lambda path: "body"))(*args)
 
 
 def test_a_clip_norm_for_no_leaf_is_an_error(args):
@@ -540,7 +553,13 @@ def test_adapted_clip_norms_clip_their_share(args):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda norms: psg.clipping.adapt(1.0, norms[None], 4), r"adapt: expected norms \[n\].*shape \(1, 4\)"),
+        (lambda norms: psg.clipping.adapt(1.0, norms[None], 4), r"adapt: expected real floating norms \[n\].*shape \(1, 4\)"),
+        (lambda norms: psg.clipping.adapt(1.0, norms > 0, 4), r"adapt: expected real floating norms \[n\], got torch\.bool"),
+        (lambda norms: psg.clipping.adapt(1.0, 1j * norms, 4), r"adapt: expected real floating norms \[n\], got torch\.complex"),
+        (
+            lambda norms: psg.clipping.adapt(1.0, norms, 4, std=1.0, generator=0),
+            r"adapt: generator: expected a torch\.Generator, got an int",
+        ),
         (
             lambda norms: psg.clipping.adapt(1.0, norms, 4, mask=torch.ones(3).bool()),
             r"adapt: mask: expected .*shape \(4,\), got .*shape \(3,\)",
@@ -769,6 +788,8 @@ def test_clip_norms_are_adapted_one_by_one(clip_norm):
 def test_what_makes_policies_is_none():
     with pytest.raises(psg.InputError, match=r"give what it returns, automatic\(\)"):
         psg.clipped_grad(loss, 1.0, policy=psg.clipping.automatic)
+    with pytest.raises(psg.InputError, match=r"policy=bounded: .* give what it returns, bounded\("):
+        psg.clipped_grad(loss, 1.0, policy=psg.clipping.bounded)
 
 
 def test_norms_whose_squares_single_precision_does_not_hold(device):

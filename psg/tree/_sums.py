@@ -26,8 +26,8 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Args:
         tree: Per-sample gradients.
-        weights: [n], real and finite. A weight of zero does not exclude a gradient that is not finite, because 0 times NaN is NaN: use
-            `clip`, or `take` the other samples.
+        weights: [n], real and finite; counts and masks may be integers and booleans. A weight of zero does not exclude a gradient that
+            is not finite, because 0 times NaN is NaN: use `clip`, or `take` the other samples.
 
     Returns:
         The same tree with a tensor [*shape] at every leaf, in the leaf's dtype.
@@ -41,8 +41,7 @@ def weighted_sum(tree: Any, weights: Tensor) -> Any:
         tensor([2.5000, 4.0000])
     """
     factors, spec = factors_of(tree, "weighted_sum")
-    _check_weights("weighted_sum", factors, weights)
-    return _weighted(factors, spec, weights)
+    return _weighted(factors, spec, _real_weights("weighted_sum", factors, weights))
 
 
 @unaffected
@@ -72,7 +71,7 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
                size=(1000, 2), nnz=2, layout=torch.sparse_coo)
     """
     factors, spec = factors_of(tree, "sparse_weighted_sum")
-    _check_weights("sparse_weighted_sum", factors, weights)
+    weights = _real_weights("sparse_weighted_sum", factors, weights)
     return _trees.unflatten(spec, _rounded(sums_in_range([factor.sparse_sum for factor in factors], weights), factors))
 
 
@@ -84,10 +83,17 @@ def _rounded(sums: Sequence[Tensor], factors: Sequence[Factor]) -> list[Tensor]:
     return [total.to(factor.dtype) for total, factor in zip(sums, factors, strict=True)]
 
 
-def _check_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> None:
+def _real_weights(name: str, factors: Sequence[Factor], weights: Tensor) -> Tensor:
+    """The weights as floating numbers: counts and masks may be integers and booleans."""
     if not isinstance(weights, Tensor) or weights.shape != (factors[0].n,) or weights.is_complex():
         got = f"{tuple(weights.shape)} of {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
         raise InputError(f"psg.tree.{name}: expected real weights of shape ({factors[0].n},), got {got}.")
+    return weights if weights.is_floating_point() else weights.to(_wide_of(factors))
+
+
+def _wide_of(factors: Sequence[Factor]) -> torch.dtype:
+    """The real dtype, at least float32, that holds the entries of all leaves."""
+    return functools.reduce(torch.promote_types, {wide(factor.dtype.to_real()) for factor in factors})
 
 
 @unaffected
@@ -134,8 +140,7 @@ def mean(tree: Any) -> Any:
     n, device = factors[0].n, factors[0].device
     if n == 0:
         return _trees.map_leaves(lambda leaf: leaf / 0, sum(tree))
-    dtype = functools.reduce(torch.promote_types, {wide(factor.dtype.to_real()) for factor in factors})
-    return _weighted(factors, spec, torch.full((n,), 1 / n, dtype=dtype, device=device))
+    return _weighted(factors, spec, torch.full((n,), 1 / n, dtype=_wide_of(factors), device=device))
 
 
 class Moments(NamedTuple):
