@@ -14,7 +14,7 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
-from psg._errors import InputError
+from psg._errors import InputError, a_kind
 
 NAMESPACE = "psg"
 
@@ -169,6 +169,17 @@ def is_inexact(tensor: torch.Tensor) -> bool:
 def is_computable(tensor: torch.Tensor) -> bool:
     """Whether torch computes with the entries as it does with real numbers: 8 bits it only stores, and integers wrap around."""
     return is_inexact(tensor) and tensor.dtype.itemsize > 1
+
+
+def oddity(leaf: Any) -> str | None:
+    """What a leaf is, if it is no dense tensor; None if it is one."""
+    if not isinstance(leaf, torch.Tensor):
+        return a_kind(leaf)
+    if leaf.is_nested:
+        return "a nested tensor"
+    if leaf.is_quantized:
+        return "a quantized tensor"
+    return None if leaf.layout == torch.strided else f"a tensor of layout {leaf.layout}"
 
 
 def paths(tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -200,16 +200,13 @@ def _no_samples(leaves: Sequence[Any], spec: PyTreeSpec) -> str | None:
 
 
 def _oddity(leaf: Any) -> str | None:
-    """What a leaf is, if it is no dense tensor; None if it is one."""
-    if not isinstance(leaf, Tensor):
-        return a_kind(leaf)
-    if leaf.is_nested:
-        return "a nested tensor"
-    if leaf.is_quantized:
-        return "a quantized tensor"
-    if leaf.is_meta:
+    """What a leaf is, if it is no tensor that can be sent; None if it is one."""
+    odd = _trees.oddity(leaf)
+    if odd is None and leaf.is_meta:
         return "a tensor on the meta device, without values"
-    return None if leaf.layout == torch.strided else f"a tensor of layout {leaf.layout}"
+    if odd is None and _trees.is_inexact(leaf) and not _trees.is_computable(leaf):
+        return f"of dtype {leaf.dtype}, in which torch does not compute: convert it"
+    return odd
 
 
 def _paths(spec: PyTreeSpec) -> list[str]:

@@ -384,6 +384,12 @@ def test_what_has_neither_sums_nor_samples(tree, alone):
         psg.distributed.all_gather(tree)
 
 
+@pytest.mark.parametrize("function", [psg.distributed.all_reduce, psg.distributed.all_gather])
+def test_eight_bits_are_not_sent(function, alone):
+    with pytest.raises(psg.InputError, match=r"tree\['w'\] is of dtype torch\.float8_e5m2"):
+        function({"w": torch.ones(2).to(torch.float8_e5m2)})
+
+
 @pytest.mark.parametrize("factor", [Dense(torch.ones(3, 2)), Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 4))])
 def test_factors_have_no_sum(factor, alone):
     """The tensors of a factor add up to no factor of the sum."""

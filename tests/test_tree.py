@@ -738,7 +738,15 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.add_noise([], 1.0), r"psg\.tree\.add_noise: .*no leaves"),
         (lambda: psg.tree.add_noise([torch.ones(2, dtype=torch.int64)], 1.0), r"add_noise: .*; tree\[0\] is of dtype torch\.int64"),
         (lambda: psg.tree.add_noise({"w": Dense(VALUES)}, 1.0), r"psg\.tree\.add_noise: .*; tree\['w'\] is a Dense"),
-        (lambda: psg.tree.add_noise(VALUES.to_sparse(), 1.0), r"psg\.tree\.add_noise: tree is a sparse sum.*to_dense"),
+        (lambda: psg.tree.add_noise(VALUES.to_sparse(), 1.0), r"add_noise: tree is a tensor of layout torch.sparse_coo.*to_dense"),
+        (lambda: psg.tree.add_noise(VALUES.to(torch.float8_e4m3fn), 1.0), r"add_noise: .*; tree is of dtype torch\.float8_e4m3fn"),
+        (lambda: psg.tree.add_noise(torch.nested.nested_tensor([VALUES], layout=torch.jagged), 1.0), r"add_noise: tree is a nested tensor"),
+        (lambda: psg.tree.add_noise(VALUES, 1.0, generator=0), r"add_noise: generator: expected .*, got an int\..*manual_seed"),
+        (lambda: psg.tree.norm(VALUES.to_sparse()), r"norm: expected .*dense tensors .*; tree is a tensor of layout torch\.sparse"),
+        (lambda: psg.tree.sum([torch.nested.nested_tensor([VALUES], layout=torch.jagged)]), r"sum: .*; tree\[0\] is a nested tensor"),
+        (lambda: psg.tree.cosine(1.0), r"psg\.tree\.cosine: expected .*; tree is a float"),
+        (lambda: psg.tree.dot(VALUES, VALUES[0].to_sparse()), r"dot: direction is a tensor of layout torch\.sparse_coo, .*to_dense\(\)"),
+        (lambda: psg.tree.dot([Dense(VALUES)], [Dense(VALUES)]), r"dot: direction\[0\] is a Dense, expected \(2,\)"),
         (lambda: psg.tree.add_noise(VALUES, -1.0), r"psg\.tree\.add_noise: std=-1\.0: expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, "1"), r"psg\.tree\.add_noise: std='1': expected a number that is at least 0"),
         (lambda: psg.tree.add_noise(VALUES, torch.ones(2)), r"psg\.tree\.add_noise: std=tensor\(\[1\., 1\.\].*: expected a number"),
@@ -752,6 +760,15 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
 def test_errors(call, message):
     with pytest.raises(psg.InputError, match=message):
         call()
+
+
+@pytest.mark.parametrize("weights", [[True, False, True], [2, 0, -3]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_weights_may_be_counts_and_masks(weights, dtype, device):
+    weights, values = torch.tensor(weights, device=device), VALUES.to(device, dtype)
+    for tree in (values, Outer(values[:, None], values[:, None])):
+        for sums in (psg.tree.weighted_sum, psg.tree.sparse_weighted_sum):
+            assert_trees_close(sums(tree, weights), sums(tree, weights.double()))
 
 
 def test_factor_is_the_name_of_all_kinds():

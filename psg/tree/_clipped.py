@@ -112,7 +112,8 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
         The same tree, in its dtypes. Noise is drawn and added in at least float32; a complex entry gets noise on both its parts.
 
     Raises:
-        InputError: The tree has no leaves, or a leaf that is not a dense floating or complex tensor; `std` is not such a number.
+        InputError: The tree has no leaves, or a leaf that is not a dense floating or complex tensor of at least 16 bits; `std` is not such
+            a number, or `generator` none.
 
     Example:
         >>> import torch
@@ -128,20 +129,19 @@ def add_noise(tree: Any, std: float | Tensor, *, generator: torch.Generator | No
     if not leaves:
         raise InputError("psg.tree.add_noise: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not _trees.is_inexact(leaf):
+        if not isinstance(leaf, Tensor) or not _trees.is_computable(leaf):
             got = f"of dtype {leaf.dtype}" if isinstance(leaf, Tensor) else a_kind(leaf)
             place = place_of(tree, "tree", i)
             raise InputError(f"psg.tree.add_noise: expected floating or complex tensors, such as a sum of gradients; {place} is {got}.")
-        if leaf.layout != torch.strided:
+        if (odd := _trees.oddity(leaf)) is not None:
             place = place_of(tree, "tree", i)
-            raise InputError(
-                f"psg.tree.add_noise: {place} is a sparse sum, but noise goes on every entry, stored or not: pass its to_dense()."
-            )
+            raise InputError(f"psg.tree.add_noise: {place} is {odd}, but noise goes on every entry: pass its to_dense(), if it is sparse.")
     if not clipping.fits(std, lambda std: 0 <= std < math.inf):
         raise InputError(
             f"psg.tree.add_noise: std={std!r}: expected a number that is at least 0 and finite, or a scalar tensor of one. The sensitivity "
             "of a policy of your own is inf unless psg.clipping.bounded wraps it."
         )
+    clipping.check_generator("psg.tree.add_noise", generator)
     scale = std if isinstance(std, Tensor) else float(std)
     parts = [as_real(leaf) for leaf in leaves]
     noisy: dict[int, Tensor] = {}

@@ -27,10 +27,12 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
     if not leaves:
         raise InputError(f"psg.tree.{name}: the tree has no leaves.")
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, (Tensor, Factor)) or isinstance(leaf, Tensor) and leaf.ndim == 0:
-            got = "a scalar tensor" if isinstance(leaf, Tensor) else a_kind(leaf)
+        got = None if isinstance(leaf, Factor) else _trees.oddity(leaf)
+        if got is None and isinstance(leaf, Tensor) and leaf.ndim == 0:
+            got = "a scalar tensor"
+        if got is not None:
             place = place_of(tree, "tree", i)
-            raise InputError(f"psg.tree.{name}: expected per-sample gradients, tensors [n, ...] or factors; {place} is {got}.")
+            raise InputError(f"psg.tree.{name}: expected per-sample gradients, dense tensors [n, ...] or factors; {place} is {got}.")
         # A function that only selects, joins or materialises samples takes any dtype: ids, say, beside the gradients.
         if computes and isinstance(leaf, Tensor) and not _trees.is_computable(leaf):
             place = place_of(tree, "tree", i)
@@ -52,12 +54,14 @@ def factors_of(tree: Any, name: str, computes: bool = True) -> tuple[list[Factor
 def beside(tree: Any, other: Any, name: str, what: str) -> tuple[list[Factor], list[Tensor]]:
     """The factors of `tree`, and the tensors of `other`, a tree like the parameters, which messages call `what`."""
     factors, spec = factors_of(tree, name)
-    leaves, own = _trees.flatten(other)
+    leaves, own = _trees.flatten(other, is_factor)
     if spec != own:
         difference = _trees.differences(own, spec, (what, "tree of gradients"))
         raise InputError(f"psg.tree.{name}: the {what} and the gradients differ in structure: {difference}.")
     for i, (factor, leaf) in enumerate(zip(factors, leaves, strict=True)):
-        if not isinstance(leaf, Tensor) or factor.shape != leaf.shape:
-            got = f"has shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {a_kind(leaf)}"
-            raise InputError(f"psg.tree.{name}: {place_of(other, what, i)} {got}, expected {tuple(factor.shape)}.")
+        odd = _trees.oddity(leaf)
+        if odd is not None or factor.shape != leaf.shape:
+            got = f"has shape {tuple(leaf.shape)}" if odd is None else f"is {odd}"
+            hint = "; pass its to_dense()" if isinstance(leaf, Tensor) and leaf.is_sparse else ""
+            raise InputError(f"psg.tree.{name}: {place_of(other, what, i)} {got}, expected {tuple(factor.shape)}{hint}.")
     return factors, leaves

@@ -170,8 +170,8 @@ def cosine(tree: Any, other: Any = None) -> Tensor:
         tensor([[1., 0.],
                 [0., 0.]])
     """
-    rows = norm(tree)
-    columns = rows if other is None else norm(other)
+    rows = Joint(factors_of(tree, "cosine")[0]).norm
+    columns = rows if other is None else Joint(factors_of(other, "cosine")[0]).norm
     scale = rows[:, None] * columns[None, :]
     zero = scale == 0
     pairs = _pairs(tree, tree if other is None else other, "cosine")
