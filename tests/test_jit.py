@@ -1426,6 +1426,10 @@ def test_errors(device):
         psg.jit(linear_loss, buckets=4)
     with pytest.raises(psg.InputError, match=r"mode='fast'.*'max-autotune'"):
         psg.jit(fn, mode="fast")
+    with pytest.raises(psg.InputError, match=r"mode=\['default'\].*'max-autotune'"):
+        psg.jit(fn, mode=["default"])
+    with pytest.raises(psg.InputError, match=r"expected a function, got the class Linear"):
+        psg.jit(nn.Linear)
     with pytest.raises(psg.InputError, match=r"mode='max-autotune'.*only the backend \"inductor\""):
         psg.jit(fn, mode="max-autotune", backend="eager")
     with pytest.raises(psg.InputError, match=r"backend='foo'.*'aot_eager',.*'eager',.*'inductor'"):

@@ -927,6 +927,10 @@ def test_a_rule_for_no_op_and_a_primitive_of_no_function():
         psg.rule()
     with pytest.raises(psg.InputError, match=r"psg\.primitive: expected a function of tensors, got an int"):
         psg.primitive(3)
+    with pytest.raises(psg.InputError, match=r"got the class Function\. Give its apply: psg\.primitive\(Function\.apply\)"):
+        psg.primitive(torch.autograd.Function)
+    with pytest.raises(psg.InputError, match=r"psg\.rule: expected to decorate a function, got a NoneType"):
+        psg.rule(project, params=("weight",))(None)
 
 
 def test_a_rule_whose_sides_do_not_fit_is_an_error(rule_for_project, device):

@@ -132,7 +132,7 @@ def jit(
 
     Source: Frostig et al., "Compiling machine learning programs via high-level tracing", 2018 (JAX's jit).
     """
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise InputError(f"psg.jit: expected a function, got {received(fn)}.")
     return Jitted(fn, backend, mode, buckets, check)
 
@@ -436,7 +436,7 @@ def _compiler(backend: str | Callable[..., Any], mode: str | None) -> _Compile:
             raise InputError(f'psg.jit(mode={mode!r}): only the backend "inductor" has modes.')
         return backend if callable(backend) else _backend(backend)
     modes = torch._inductor.list_mode_options()
-    if mode is not None and mode not in modes:
+    if mode is not None and (not isinstance(mode, str) or mode not in modes):
         raise InputError(f"psg.jit(mode={mode!r}): expected None or one of {', '.join(map(repr, modes))}.")
     # With fallback_random the random numbers are those of eager, so that the results can be compared.
     options = {**({} if mode is None else modes[mode]), "fallback_random": True}

@@ -195,8 +195,8 @@ def rule(
         A decorator that registers the function, in place of an earlier rule for the same op, and returns it.
 
     Raises:
-        InputError: No op is given, torch's function mode does not see one, `params` are no names of arguments of the function, or the
-            function takes positional-only arguments or `**options`.
+        InputError: No op is given, torch's function mode does not see one, what is decorated is no function, `params` are no names of its
+            arguments, or it takes positional-only arguments or `**options`.
 
     Example:
         >>> import torch, psg
@@ -226,6 +226,8 @@ def rule(
         raise InputError(f"psg.rule(params={params!r}): expected a tuple of names, such as ('weight',).")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(run):
+            raise InputError(f"psg.rule: expected to decorate a function, got {received(run)}.")
         made = Rule.of(run, tuple(params), frozen, declines_few, differentiable)
         for op in ops:
             _rules.update(dict.fromkeys(_aliases(op), made))
@@ -270,8 +272,13 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
         >>> double(torch.tensor(1.5))
         tensor(3.)
     """
-    if not callable(function):
-        raise InputError(f"psg.primitive: expected a function of tensors, got {received(function)}.")
+    if not callable(function) or isinstance(function, type):
+        hint = (
+            f" Give its apply: psg.primitive({function.__name__}.apply)."
+            if isinstance(function, torch.autograd.function.FunctionMeta)
+            else ""
+        )
+        raise InputError(f"psg.primitive: expected a function of tensors, got {received(function)}.{hint}")
 
     @functools.wraps(function)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
