@@ -977,6 +977,12 @@ def test_entries_that_do_not_fit_the_factor(shape):
         Scaled(Dense(torch.ones(2, 3)), torch.ones(shape))
 
 
+def test_entries_are_real():
+    """Their imaginary part was dropped."""
+    with pytest.raises(psg.InputError, match=r"psg\.factors\.Scaled: .*only Dense"):
+        Scaled(Dense(torch.ones(2, 3)), 1j * torch.ones(2, 3))
+
+
 @each_count
 @each_matrix
 def test_precondition(kind, size, recipe, n, make, device):
@@ -1315,6 +1321,16 @@ def test_indices_out_of_range(kind, index):
 def test_the_sides_of_a_convolution_have_the_same_samples_and_images(input):
     with pytest.raises(psg.InputError, match=r"Conv: expected a cotangent \[n, images, o, \*out\] .* one image a sample is \[n, 1"):
         Conv(torch.ones(2, 1, 4, 5), input, Geometry((1,), (1,), (0,), (1,), 1))
+
+
+@pytest.mark.parametrize("cotangent, groups", [((2, 1, 4, 6), 1), ((2, 1, 4, 5), 2), ((2, 1, 3, 5), 2)])
+def test_the_sides_of_a_convolution_fit_its_geometry(cotangent, groups):
+    geometry = Geometry((2,), (1,), (0,), (1,), groups)
+    assert Conv(torch.ones(2, 1, 4, 4), torch.ones(2, 1, 3, 6), geometry._replace(groups=1)).materialize().eq(4).all()  # of five positions
+    with pytest.raises(
+        psg.InputError, match=rf"Conv: Geometry.* has {groups} groups and, from an input .*, at most \[5\] output positions"
+    ):
+        Conv(torch.ones(cotangent), torch.ones(2, 1, 3, 6), geometry)
 
 
 def test_groups_never_mix(device):

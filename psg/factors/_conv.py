@@ -1,6 +1,7 @@
 """Conv: the gradient of a convolution. In effect an Outer over unfolded patches, which are formed only where that is cheapest."""
 
 import math
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,11 @@ class Geometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def out_of(self, size: Sequence[int]) -> list[int]:
+        """How many output positions a convolution of an input of this size has in each dimension."""
+        each = zip(size, *self[:-1], strict=True)
+        return [max(0, 1 + (own + 2 * padding - dilation * (taps - 1) - 1) // stride) for own, taps, stride, padding, dilation in each]
 
     def dead_taps(self, size: Sequence[int], out: Sequence[int]) -> list[list[int]]:
         """For each dimension, the taps of the kernel that only ever meet padding."""
@@ -90,6 +96,12 @@ class Conv(Planned):
         # Lists could not be part of the key under which costs are remembered.
         self.geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
         expect_real(self, cotangent, input)
+        most = self.geometry.out_of(input.shape[3:])
+        if cotangent.shape[2] % groups or input.shape[2] % groups or any(map(operator.gt, cotangent.shape[3:], most)):
+            raise InputError(
+                f"psg.factors.Conv: {self.geometry} has {groups} groups and, from an input {tuple(input.shape)}, at most {most} output "
+                f"positions; got a cotangent {tuple(cotangent.shape)}."
+            )
 
     @property
     def shape(self) -> torch.Size:

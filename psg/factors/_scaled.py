@@ -103,7 +103,7 @@ class Scaled(Factor):
             then weighted sums, moments and products with a direction are those of `factor`, scaled.
 
     Raises:
-        InputError: The entries do not fit the factor.
+        InputError: The entries do not fit the factor, or are complex.
 
     Example:
         >>> import torch
@@ -121,6 +121,7 @@ class Scaled(Factor):
                 f"psg.factors.Scaled: expected entries that broadcast to {(factor.n, *factor.shape)}, with as many dimensions, got "
                 f"{tuple(entries.shape)}."
             )
+        expect_real(self, entries)
         self.factor = factor
         self.entries = entries.expand(factor.n, *entries.shape[1:])  # a row for each sample, to take and to join
 
