@@ -104,6 +104,8 @@ def test_loop_takes_another_kind_of_mapping_for_in_dims(device):
 def test_loop_wants_a_scalar():
     with pytest.raises(psg.InputError, match=r"scalar.*\(2,\)"):
         loop_grad(lambda w, x: w * x)(torch.ones(2), torch.ones(3, 2))
+    with pytest.raises(psg.InputError, match=r"real floating-point scalar.*int64"):
+        loop_grad(lambda w, x: (w * x).sum().long())(torch.ones(2), torch.ones(3, 2))
 
 
 # --- the comparison -------------------------------------------------------------------------------------------
@@ -411,6 +413,8 @@ def test_shapes(data):
 def test_check_wants_tolerances(tolerance):
     with pytest.raises(psg.InputError, match=r"psg\.check\([ra]tol=.*\): expected a number that is at least 0"):
         psg.check(loss, **tolerance)
+    with pytest.raises(psg.InputError, match=r"psg\.testing\.assert_trees_close\([ra]tol=.*\): expected a number that is at least 0"):
+        assert_trees_close(torch.ones(2), torch.ones(2), **tolerance)
 
 
 def test_check_wants_to_know_whether_there_is_aux():

@@ -13,8 +13,7 @@ from psg._ladder._ladder import refuse_stale
 from psg._torch import _ambient, _autograd
 from psg._trees import Tree, all_tensors, flatten
 from psg._watch._effects import forgetting
-from psg.clipping import fits
-from psg.testing._compare import Mismatch, assert_trees_close, compare, default_rtol
+from psg.testing._compare import Mismatch, assert_trees_close, compare, default_rtol, expect_tolerances
 from psg.testing._loop import Batch, loop_value_and_grad, tree_map
 from psg.testing._reference import reference_dot, reference_flat, reference_gram, reference_norm, reference_weighted_sum
 
@@ -81,9 +80,7 @@ def check(
     options = Options(argnums, in_dims, has_aux, chunk_size=chunk_size, method=method)
     options.has_aux = False  # what is compared returns the loss alone
     argnums, in_dims = options.argnums, options.in_dims
-    for name, tolerance in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
-        if not fits(tolerance, lambda tolerance: tolerance >= 0):
-            raise InputError(f"psg.check({name}={tolerance!r}): expected a number that is at least 0.")
+    expect_tolerances("psg.check", rtol, atol)
     route: dict[str, Any] = {"chunk_size": options.chunk_size, "method": method}
 
     def checked(*args: Tree, **shared: Any) -> Checked:

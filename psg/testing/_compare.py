@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from psg._errors import InputError
 from psg._trees import Tree, differences, flatten, is_inexact, paths
+from psg.clipping import fits
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -73,13 +75,22 @@ def assert_trees_close(
 
     Raises:
         Mismatch: Structure, shape, dtype, device or values differ.
+        InputError: A tolerance is not a number of at least 0.
 
     Example:
         >>> assert_trees_close({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])}, name="grads")
         Traceback (most recent call last):
         psg.testing.Mismatch: grads['w'], sample 1: got 2.5, expected 2.0, error 5.0e-01 where 2.0e-04 is allowed
     """
+    expect_tolerances("psg.testing.assert_trees_close", rtol, atol)
     return compare(actual, expected, default_rtol if rtol is None else lambda dtype: rtol, atol, name, per_sample)
+
+
+def expect_tolerances(name: str, rtol: float | None, atol: float) -> None:
+    """Raise InputError unless both tolerances are numbers of at least 0; `rtol` may be None."""
+    for which, tolerance in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
+        if not fits(tolerance, lambda tolerance: tolerance >= 0):
+            raise InputError(f"{name}({which}={tolerance!r}): expected a number that is at least 0.")
 
 
 def compare(

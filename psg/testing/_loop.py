@@ -38,7 +38,7 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
 
     Raises:
         InputError: An option has a value that is not allowed. At a call: an argument does not fit (as in `psg.per_sample_grad`), or `fn`
-            does not return a scalar tensor.
+            does not return a scalar tensor, real and floating.
 
     Example:
         >>> square = lambda w, x: (w * x).sum() ** 2
@@ -67,9 +67,9 @@ def loop_value_and_grad(fn: Callable, argnums: int | tuple[int, ...] = 0, *, in_
             if repaired.is_misderived:
                 _random.set_state(state)
                 return one(batch, i, shared, differentiated=True)
-            if not isinstance(value, Tensor) or value.dim() != 0:
-                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
-                raise InputError(f"loop_grad: fn must return a scalar tensor for one sample, got {got}")
+            if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+                got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+                raise InputError(f"loop_grad: fn must return a real floating-point scalar tensor for one sample, got {got}")
             with called.again(), Repaired(differentiated):
                 return value.detach(), tree_map(Tensor.detach, aux), _grad(value, targets)
 
