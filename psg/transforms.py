@@ -47,8 +47,8 @@ Arguments that all five share:
 Keyword arguments of a call go to fn unchanged and are shared by all samples, as in torch.func.vmap.
 
 Every transform raises InputError if an argument does not fit, if fn does not return a scalar, or if fn is itself the result of a
-transform; errors from fn itself are raised as they are, with a note of what fn was given. A method that is forced and cannot run fn
-raises PsgError, or torch's own error.
+transform; errors from fn itself are raised as they are, those that torch too may raise where a shape does not fit (RuntimeError, TypeError,
+ValueError, IndexError) with a note of what fn was given. A method that is forced and cannot run fn raises PsgError, or torch's own error.
 Sample i's gradient is that of fn at sample i: nothing is averaged or rescaled. Inputs are not changed. A batch of no samples gives leaves
 [0, *shape] and zero sums. fn is not called, so the losses have the first parameter's dtype, even if fn returns another; with has_aux fn is
 called once, on zeros, and they have that of its loss.
