@@ -977,6 +977,15 @@ def test_entries_that_do_not_fit_the_factor(shape):
         Scaled(Dense(torch.ones(2, 3)), torch.ones(shape))
 
 
+@pytest.mark.parametrize("function", [psg.factors.merge, psg.factors.concat])
+@pytest.mark.parametrize("shapes", [[], [(2, 3), (2, 4)], [(2, 3), (2, 3, 1)]])
+def test_what_is_joined_has_one_shape(function, shapes):
+    with pytest.raises(
+        psg.InputError, match=rf"psg\.factors\.{function.__name__}: expected factors of one shape, at least one of them, got"
+    ):
+        function([Dense(torch.ones(shape)) for shape in shapes])
+
+
 def test_entries_are_real():
     """Their imaginary part was dropped."""
     with pytest.raises(psg.InputError, match=r"psg\.factors\.Scaled: .*only Dense"):

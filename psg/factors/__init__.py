@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psg._errors import InputError
 from psg.factors._arithmetic import is_one_row, one_after_another
 from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
@@ -90,6 +91,9 @@ def merge(terms: list[Factor]) -> Factor:
     Returns:
         Their sum.
 
+    Raises:
+        InputError: There are no terms, or they differ in samples or shape.
+
     Example:
         >>> x = torch.ones(2, 1, 3)  # two samples
         >>> merge([Outer(x, x), Outer(x, x)]).positions
@@ -97,6 +101,7 @@ def merge(terms: list[Factor]) -> Factor:
     """
     if len(terms) == 1:
         return terms[0]
+    _expect_alike("merge", [(term.n, *term.shape) for term in terms])
     merged: list[Factor] = [term for term in terms if isinstance(term, Outer) and term.is_added_apart]
     terms = [*merge_rows(terms), *(term for term in terms if term not in merged and not isinstance(term, Rows))]
     dense = [term.values for term in terms if isinstance(term, Dense)]
@@ -123,6 +128,12 @@ def merge(terms: list[Factor]) -> Factor:
     return Sum(merged, torch.empty(first.n, 0, dtype=first.dtype, device=first.device), first.shape)
 
 
+def _expect_alike(name: str, shapes: Sequence[tuple[Any, ...]]) -> None:
+    """Raise InputError unless there is at least one shape, and all are the same."""
+    if len(set(shapes)) != 1:
+        raise InputError(f"psg.factors.{name}: expected factors of one shape, at least one of them, got {list(shapes)}.")
+
+
 _OVER_POSITIONS: tuple[type[Factor], ...] = (Outer, Rows, Routed)
 """Kinds whose sum is one of the same kind, over the positions of all terms."""
 
@@ -144,10 +155,14 @@ def concat(factors: Sequence[Factor]) -> Factor:
     Returns:
         The factor of all samples.
 
+    Raises:
+        InputError: There are no factors, or they differ in shape.
+
     Example:
         >>> concat([Dense(torch.zeros(2, 3)), Dense(torch.ones(1, 3))])
         Dense(n=3, shape=(3,), dtype=torch.float32)
     """
+    _expect_alike("concat", [("n", *factor.shape) for factor in factors])
     parts, specs = zip(*(optree.tree_flatten(cast(Any, factor)) for factor in factors), strict=True)
     if all(spec == specs[0] for spec in specs):
         columns = list(zip(*parts, strict=True))
