@@ -5,8 +5,8 @@ A policy is a function `policy(norms, clip_norm) -> clip_coef`, [n] to [n]. With
 - clip:      min(1, C / |g_n|), exactly: no epsilon is added, and a zero norm has coefficient 1. (Abadi et al., "Deep Learning with
              Differential Privacy", 2016.)
 - automatic: C / (|g_n| + gamma). (Bu et al., "Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger", 2023.)
-- normalize: C / |g_n|, and 1 where the norm is zero. (Das et al., "Beyond Uniform Lipschitz Condition in Differentially Private
-             Optimization", 2023; Yang et al., "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex
+- normalize: C / |g_n|, and 1 where the norm is zero. (Das et al., "Differentially Private Federated Learning with Normalized Updates",
+             2022; Yang et al., "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex
              Optimization", 2022.)
 
 Under each, the scaled gradient's norm is at most C up to rounding, so adding or removing one sample changes a sum by at most C.
