@@ -84,6 +84,10 @@ class TestReductions:
         found = torch.func.vmap(lambda weights: psg.tree.weighted_sum(kind(tree), weights))(weightings)
         expected = [reference_weighted_sum(dense, weights) for weights in weightings]
         assert_trees_close(found, optree.tree_map(lambda *leaves: torch.stack(leaves), *expected), per_sample=False)
+        dense_sums = torch.func.vmap(lambda weights: psg.tree.sparse_weighted_sum(kind(tree), weights))(
+            weightings
+        )  # vmap has no sparse ones
+        assert_trees_close(dense_sums, found, per_sample=False)
         expected = torch.stack([reference_dot(dense, direction) for direction in expected], 1)
         assert_trees_close(psg.tree.gram(kind(tree), found), expected, atol=1e-12)
 

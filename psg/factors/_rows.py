@@ -151,6 +151,8 @@ class Rows(Additive):
         return self._segments_materialized(division) if _functorch.is_traced() else self._segments_factored(division)
 
     def sparse_sum(self, weights: Tensor) -> Tensor:
+        if _functorch.transform_active():
+            return self.weighted_sum(weights)  # vmap knows no sparse tensors, nor do the backward passes that jacrev maps
         rows, index = self._scaled(weights).flatten(0, 1), self.index.reshape(1, -1)
         return torch.sparse_coo_tensor(index, rows, self.shape, device=rows.device, check_invariants=False).coalesce()
 

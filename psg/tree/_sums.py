@@ -54,7 +54,8 @@ def sparse_weighted_sum(tree: Any, weights: Tensor) -> Any:
 
     Returns:
         The same tree. A leaf that is a `psg.factors.Rows`, or its `segment_sum`, gives a coalesced sparse COO tensor [*shape], which
-        torch.optim.SparseAdam and SGD accept. Every other leaf gives a dense tensor, and so do all leaves of an empty batch.
+        torch.optim.SparseAdam and SGD accept. Every other leaf gives a dense tensor, and so do all leaves of an empty batch, and those
+        inside torch.func transforms, which know no sparse tensors.
 
     Raises:
         InputError: `weights` is not [n].
