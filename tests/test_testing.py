@@ -427,7 +427,7 @@ def test_check_takes_integers_of_numpy(args):
     psg.check(loss, numpy.int64(0), in_dims=(None, numpy.int64(0)), chunk_size=numpy.int32(2))(*args)
 
 
-@pytest.mark.parametrize("field", [4, [(1, 8, 8)], "x", ((2, "a"), 5)])
+@pytest.mark.parametrize("field", [4, [(1, 8, 8)], "x", ((2, "a"), 5), (2, -1), ((2,), "x"), ((2,), 0)])
 def test_batches_wants_shapes(field):
     with pytest.raises(psg.InputError, match=r"psg\.testing\.batches\(.*expected for each argument the shape of one sample"):
         testing.batches(field)

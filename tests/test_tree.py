@@ -726,6 +726,7 @@ VALUES = torch.ones(3, 2, dtype=torch.float32)
         (lambda: psg.tree.gram([VALUES], (VALUES,)), r"psg\.tree\.gram: .*structure: the first is .*\[\*\].*, the second .*\(\*,\)"),
         (lambda: psg.tree.take(VALUES, 1), r"psg\.tree\.take: expected .*got 1; .*slice\(k, k \+ 1\)"),
         (lambda: psg.tree.take(VALUES, [[0], [1]]), r"psg\.tree\.take: expected .*got \[\[0\], \[1\]\]"),
+        (lambda: psg.tree.take(VALUES, torch.ones(3).bool().to_sparse()), r"psg\.tree\.take: expected a slice, integers .* or a mask"),
         (lambda: psg.tree.take(VALUES, torch.tensor(1)), r"psg\.tree\.take: expected .*got tensor\(1\)"),
         (lambda: psg.tree.inner(VALUES, VALUES[:, :1]), r"psg\.tree\.inner: tree has shape \(2,\) for one sample, but \(1,\) in the other"),
         (lambda: psg.tree.inner({"a": VALUES, "b": VALUES}, {"a": VALUES, "b": VALUES[:, :1]}), r"inner: tree\['b'\] has shape \(2,\)"),

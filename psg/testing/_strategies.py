@@ -96,7 +96,8 @@ def batches(
 
     def split(field: Any) -> tuple[Sequence[int], int | None]:
         shape, high = field if isinstance(field, Sequence) and len(field) == 2 and isinstance(field[0], Sequence) else (field, None)
-        if not isinstance(shape, Sequence) or not all(as_integer(size) is not None for size in shape):
+        is_shape = isinstance(shape, Sequence) and all(as_integer(size, least=0) is not None for size in shape)
+        if not is_shape or high is not None and as_integer(high, least=1) is None:
             raise InputError(
                 f"psg.testing.batches({field!r}): expected for each argument the shape of one sample, as in batches((1, 28, 28), ()), or "
                 "(shape, high) for integers below high."

@@ -185,7 +185,7 @@ def _indices(index: Any) -> Tensor | None:
         return None
     if found.numel() == 0 and not isinstance(index, Tensor):
         found = found.long()  # torch makes floats of an empty list
-    if found.ndim != 1 or _trees.is_inexact(found):
+    if _trees.oddity(found) is not None or found.ndim != 1 or _trees.is_inexact(found):
         return None
     return found if found.dtype == torch.bool else found.long()  # torch would take bytes for a mask, and no 16-bit indices
 
