@@ -986,6 +986,15 @@ def test_what_is_joined_has_one_shape(function, shapes):
         function([Dense(torch.ones(shape)) for shape in shapes])
 
 
+@pytest.mark.parametrize("other", ["cpu", torch.device("cpu"), torch.int64, None])
+def test_the_dtype_of_a_factor_is_floating(other):
+    """A device was taken too, to which all but the indices moved."""
+    factor = Rows(torch.tensor([[0, 2]]), torch.ones(1, 2, 3), 4)
+    with pytest.raises(psg.InputError, match=r"psg\.factors\.Rows\.to\(.*\): expected a floating dtype\. Move a tree"):
+        factor.to(other)
+    assert factor.to(torch.float16).dtype == torch.float16
+
+
 def test_entries_are_real():
     """Their imaginary part was dropped."""
     with pytest.raises(psg.InputError, match=r"psg\.factors\.Scaled: .*only Dense"):

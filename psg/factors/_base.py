@@ -408,7 +408,12 @@ class Factor(ABC):
         return self._each(_floating_only(lambda tensor: zero_rows(tensor, keep)), lambda factor: factor.zero(keep))
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same in another floating dtype."""
+        """The same in another floating dtype; InputError for anything else."""
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+            raise InputError(
+                f"psg.factors.{type(self).__name__}.to({dtype!r}): expected a floating dtype. Move a tree to another device by "
+                "optree.tree_map(lambda tensor: tensor.to(device), tree)."
+            )
         return self._each(_floating_only(lambda tensor: tensor.to(dtype)), lambda factor: factor.to(dtype))
 
     def detach(self) -> Self:
