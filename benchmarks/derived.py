@@ -4,8 +4,8 @@
 
 Scaled weights, merged low-rank updates, spectral and weight norm, straight-through estimators, masks, standardised filters, penalties,
 layers of a stack, fused gates, repeated layers, Kronecker products, networks that make weights, symmetric and orthogonal weights, linear
-systems, weights that vectors are written into, tables that are indexed, normalised, or mixed along a graph, networks over a whole graph:
-layers use values computed from parameters, or only parts of them, or use them again.
+systems, networks of splines, weights that vectors are written into, tables that are indexed, normalised, or mixed along a graph, networks
+over a whole graph: layers use values computed from parameters, or only parts of them, or use them again.
 Results are checked and timed as in inside.py.
 """
 
@@ -407,6 +407,25 @@ def orthogonal(layer: nn.Module) -> Tensor:
     return torch.linalg.solve(eye - 0.5 * skew, eye + 0.5 * skew)
 
 
+def exponential(layer: nn.Module) -> Tensor:
+    """exp(A) of a skew-symmetric matrix A: what torch.nn.utils.parametrizations.orthogonal makes of square weights."""
+    return torch.linalg.matrix_exp(layer.weight.tril() - layer.weight.tril().mT)
+
+
+def reflections(layer: nn.Module) -> Tensor:
+    """A product of Householder reflections: what it makes of other weights."""
+    vectors = layer.weight.mT.tril(-1)
+    return torch.linalg.householder_product(vectors, 2 / (1 + vectors.square().sum(0))).mT
+
+
+def computed(make: Callable[[nn.Module], Tensor], outputs: int) -> Callable[[], Problem]:
+    def problem() -> Problem:
+        layers = Linear(INPUTS, outputs, make), nn.Tanh(), nn.Linear(outputs, CLASSES)
+        return classifier(nn.Sequential(*layers), torch.randn(SAMPLES, INPUTS))
+
+    return problem
+
+
 class Inverted(nn.Module):
     """Its output is the x for which W x is the input: the inverse direction of an invertible layer, and the sampling of a flow."""
 
@@ -449,6 +468,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "toeplitz": square(toeplitz),
     "orthogonal": square(lambda: Linear(WIDTH, WIDTH, orthogonal)),
     "inverted": square(Inverted),
+    "exponential": computed(exponential, INPUTS),
+    "reflections": computed(reflections, INPUTS // 2),
     "indexed_table": lambda: classifier(Table(), torch.randint(2000, (256, 32))),
     "normalised_table": recommender(F.normalize),
     "table_along_a_graph": along_a_graph,
