@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import psg
 from psg.factors import Dense, Outer, Scaled, _base
-from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
+from psg.testing import assert_trees_close, layouts, loop_grad, loop_value_and_grad, shapes, tensors
 
 sides = st.integers(1, 3)
 
@@ -221,3 +221,15 @@ def test_products_of_reflections(rows, columns, count, batch, positions, n, orth
         return score(x @ torch.linalg.householder_product(a, tau))
 
     assert_agrees(Problem(fn, (params, torch.randn(n, *batch, positions, rows), torch.rand(n))))
+
+
+def test_reflections_under_autocast(device):
+    """The op runs in the dtype of its arguments, and no part of it in 16 bits."""
+    w, x = torch.randn(9, 5, dtype=torch.float32, device=device), torch.randn(3, 9, dtype=torch.float32, device=device)
+
+    def fn(w, x):
+        return (torch.linalg.householder_product(w, 2 / (1 + w.tril(-1).square().sum(0))) * x[:, None]).sum().sin()
+
+    expected = loop_value_and_grad(fn)(w, x)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        assert_trees_close(psg.per_sample_value_and_grad(fn)(w, x), expected)

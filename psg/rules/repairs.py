@@ -208,10 +208,11 @@ def householder_product(A: Tensor, tau: Tensor, *, out: Tensor | None = None) ->
     if out is not None or A.ndim < 2:
         return NotImplemented
     (rows, columns), count = A.shape[-2:], tau.shape[-1]
-    eye = torch.eye(rows, columns, dtype=A.dtype, device=A.device)
-    V, scale = A[..., :count].tril(-1) + eye[:, :count], tau.unsqueeze(-1)
-    T = eye[:count, :count] + scale * (V.mH @ V).triu(1)
-    return eye - V @ torch.linalg.solve_triangular(T, scale * V[..., :columns, :].mH, upper=True, unitriangular=True)
+    with torch._C._DisableAutocast():  # which leaves the op as it is, and would cast its parts
+        eye = torch.eye(rows, columns, dtype=A.dtype, device=A.device)
+        V, scale = A[..., :count].tril(-1) + eye[:, :count], tau.unsqueeze(-1)
+        T = eye[:count, :count] + scale * (V.mH @ V).triu(1)
+        return eye - V @ torch.linalg.solve_triangular(T, scale * V[..., :columns, :].mH, upper=True, unitriangular=True)
 
 
 def _of_difference(op: Any) -> None:
