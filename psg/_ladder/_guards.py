@@ -130,8 +130,9 @@ class VmapGuard(Looking):
             raise PsgError(reason)
         if func in DIFFERENTIATING and kwargs.get("create_graph") and self._ran_undecomposed:
             raise Retry("fn differentiates gradients of an op whose higher derivatives torch gets wrong", recorded=True)
-        # In a transform of fn's own, too, which may differentiate.
-        higher = is_misderived(func) and (self.recorded or _functorch.current_level() > self.level)
+        # In a transform of fn's own, too, which may differentiate, and in its levels of forward-mode autograd.
+        inside = _functorch.current_level() > self.level or _functorch.tangents_active()
+        higher = is_misderived(func) and (self.recorded or inside)
         decompose = find_decomposition(func, self.differentiated or higher)
         if decompose is not None:
             with self:
@@ -229,7 +230,7 @@ class Repaired(TorchFunctionMode):
         misderived = is_misderived(func)
         if self.is_inside or misderived:
             decompose = find_decomposition(func, differentiated=True)
-            written_out = self.differentiated or _functorch.transform_active() or _kernels.is_imprecise(func, args)
+            written_out = self.differentiated or _functorch.is_transformed() or _kernels.is_imprecise(func, args)
             if decompose is not None and written_out and _autograd.saved_tensor_hooks() == self.hooks:
                 if (cast := cast_of(func, args, kwargs)) is not None:
                     return cast.run(self, func, args, kwargs)

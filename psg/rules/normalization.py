@@ -336,13 +336,14 @@ def _moments(input: Tensor, dims: Iterable[int], keepdim: bool, eps: float) -> t
 
 def _written_out(input: Tensor, dims: Iterable[int], weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Any:
     """Normalise over `dims`; `shape` is that of weight and bias to broadcast against the input."""
-    if input.numel() == 0 or _ambient.is_autocast(input) or _any_complex(input, weight, bias):
+    if input.numel() == 0 or _any_complex(input, weight, bias):
         return NotImplemented
-    wide_input, dims = widen(input), tuple(dims)
-    centred = wide_input - wide_input.mean(dims, keepdim=True)
-    output = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        output = output * weight.reshape(shape)
-    if bias is not None:
-        output = output + bias.reshape(shape)
-    return output.to(input.dtype)
+    with torch._C._DisableAutocast():  # which leaves these ops as they are, and would cast their parts
+        wide_input, dims = widen(input), tuple(dims)
+        centred = wide_input - wide_input.mean(dims, keepdim=True)
+        output = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+        if weight is not None:
+            output = output * weight.reshape(shape)
+        if bias is not None:
+            output = output + bias.reshape(shape)
+        return output.to(input.dtype)

@@ -95,9 +95,14 @@ for _op in (
 # factors depend on the matrix, and those of determinants divide by differences of singular values. Those of the factors are right.
 
 
+def _has_derivatives(A: Tensor) -> bool:
+    """Whether transforms, of torch.func or of forward-mode autograd, may differentiate for a matrix."""
+    return _functorch.is_tracked(A) or _functorch.tangents_active()
+
+
 def _factors(A: Tensor, check_errors: bool = False) -> Any:
     """The LU factors, pivots and errors of a matrix, or some, that transforms differentiate for; None for others."""
-    return lu_factors(A, check_errors) if _functorch.is_tracked(A) else None
+    return lu_factors(A, check_errors) if _has_derivatives(A) else None
 
 
 def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +194,7 @@ def _solve_ex_by_factors(A: Tensor, B: Tensor, *, left: bool = True, check_error
 
 @decomposition(torch.linalg.tensorsolve, need=DIFFERENTIATED, misderived=True)
 def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, *, out: Tensor | None = None) -> Any:
-    if out is not None or not _functorch.is_tracked(A):
+    if out is not None or not _has_derivatives(A):
         return NotImplemented
     moved = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
     return torch.linalg.solve(moved.reshape(B.numel(), B.numel()), B.flatten()).reshape(moved.shape[B.ndim :])
