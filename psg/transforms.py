@@ -56,12 +56,12 @@ called once, on zeros, and they have that of its loss.
 Derivatives. If an input requires grad, or a tensor that fn closes over does, the results require grad too. The forward pass is the same, at
 the same price, and saves nothing but the inputs. A backward pass through the results runs fn again, with a history, and differentiates
 that. Until then, write into nothing that fn reads, such as a module's buffers. If fn draws random numbers, the first pass has the history,
-because values and derivatives must come from one draw; so it has in `factored_grad`, and inside torch.func transforms (grad, vmap, jvp,
-...). Where no derivative is wanted, pass detached parameters or call under torch.no_grad(). A pass with a history takes the rules of linear
-layers, products, convolutions and lookups, and those of yours that are `differentiable`; for an fn that calls torch.autograd.grad, in calls
-inside of fn, and in a level of torch.autograd.forward_ad it is one of vmap(grad). With method="batch" it calls fn on batches of one. psg
-notices draws from the default generators of torch, Python and NumPy, but of the latter two not where only a closed-over tensor requires
-grad; draws from a generator of fn's own go unnoticed. Where a norm is zero, its derivatives are zero.
+because values and derivatives must come from one draw; so it has in `factored_grad`, under a function mode of yours, and inside torch.func
+transforms (grad, vmap, jvp, ...). Where no derivative is wanted, pass detached parameters or call under torch.no_grad(). A pass with a
+history takes the rules of linear layers, products, convolutions and lookups, and those of yours that are `differentiable`; for an fn that
+calls torch.autograd.grad, in calls inside of fn, and in a level of torch.autograd.forward_ad it is one of vmap(grad). With method="batch"
+it calls fn on batches of one. psg notices draws from the default generators of torch, Python and NumPy, but of the latter two not where
+only a closed-over tensor requires grad; draws from a generator of fn's own go unnoticed. Where a norm is zero, its derivatives are zero.
 
 Derivatives reach the history of a closed-over tensor only if it was recorded in the thread that calls psg. Of what fn hands to TorchScript,
 psg sees nothing, unless it runs as the Python function that torch.jit.script was given.

@@ -1,5 +1,6 @@
 """psg's functions under plain autograd: what has a history, what is differentiated, and what a zero gradient does."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -14,6 +15,7 @@ from conftest import as_large
 from differentiation import FUNCTIONS, Times, flat, gradients, live, reference_clipped, slopes, weigh
 from torch import nn
 from torch.func import grad, hessian, jacfwd, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import psg
@@ -626,3 +628,63 @@ def test_a_function_that_asks_whether_a_sample_requires_grad(method, device):
     torch.testing.assert_close(grads, x)
     torch.testing.assert_close(torch.autograd.grad(grads.sum(), x)[0], torch.ones_like(x))
     torch.testing.assert_close(psg.per_sample_grad(fn, method=method)(w, x.detach()), 2 * (w * x * x).detach())
+
+
+class Sines(TorchFunctionMode):
+    """A function mode that doubles sines."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return 2 * output if func is torch.sin else output
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@each_method
+@pytest.mark.parametrize("wanted", ["weight", "closed over"])
+@pytest.mark.parametrize("result", [psg.per_sample_grad, psg.factored_grad, psg.per_sample_norm])
+def test_the_backward_pass_after_a_function_mode_has_ended(result, wanted, method, device):
+    """A backward pass that runs fn again would differentiate other ops than the mode's."""
+    scale, w, x = torch.randn(3, device=device), torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    target = (w if wanted == "weight" else scale).requires_grad_()
+
+    def fn(w, x):
+        return (torch.sin(w * x) * scale).sum().exp()
+
+    def slope(results):
+        return torch.autograd.grad(results.square().sum(), target)[0]
+
+    with Sines():
+        results = result(fn, method=method)(w, x)
+        looped = torch.stack([grad(fn)(w, each) for each in x])
+    if result is psg.factored_grad:
+        results = psg.tree.materialize(results)
+    torch.testing.assert_close(slope(results), slope(looped))
+
+
+@each_method
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_backward_pass_runs_fn_with_the_defaults_of_its_call(ended, method, device):
+    """The default device is a function mode, under which torch.autograd.grad and backward() run without it."""
+    w, x, seen = torch.randn(3, device=device, requires_grad=True), torch.randn(4, 3, device=device), []
+
+    def fn(w, x):
+        seen.append((torch.empty(0).dtype, torch.empty(0).device.type, torch.are_deterministic_algorithms_enabled()))
+        return (w * x).sum().square()
+
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, before)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        with torch.device("meta"):
+            torch.set_default_dtype(torch.float16)
+            torch.use_deterministic_algorithms(True)
+            norms = psg.per_sample_norm(fn, method=method)(w, x)
+            if not ended:
+                norms.sum().backward()
+        torch.set_default_dtype(torch.bfloat16)
+        torch.use_deterministic_algorithms(False)
+        if ended:
+            norms.sum().backward()
+        assert set(seen) == {(torch.float16, "meta", True)}
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.bfloat16, "cpu")
+        assert not torch.are_deterministic_algorithms_enabled()

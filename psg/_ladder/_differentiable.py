@@ -16,6 +16,7 @@ from psg import _trees
 from psg._call import Call
 from psg._ladder._ladder import AGAIN
 from psg._torch import _ambient, _functorch, _random
+from psg._torch._ops import foreign_mode
 from psg._watch._effects import Attempt
 from psg._watch._outside import Recorded, Replaced
 
@@ -35,9 +36,10 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
     """
     if _functorch.is_transformed() or not torch.is_grad_enabled():
         return compute(call, method)
-    # A tree of factors is not the same with and without a history: if it needs a derivative, it is computed once, with a history.
-    needed, attach = call.needs_derivative, call.kept != "factors"
-    # So is it where fn may ask whether a sample requires grad: value and derivative must come from one path.
+    # A tree of factors is not the same with and without a history: if it needs a derivative, it is computed once, with a history. So is
+    # everything under a function mode of the caller's, which has ended when a backward pass runs fn again.
+    needed, attach = call.needs_derivative, call.kept != "factors" and foreign_mode() is None
+    # And where fn may ask whether a sample requires grad: value and derivative must come from one path.
     if needed and (not attach or any(t.requires_grad for t, dim in zip(call.tensors, call.tensor_dims, strict=True) if dim is not None)):
         return compute(call, method)
     outside = Recorded()
@@ -53,10 +55,13 @@ def differentiable(compute: Compute, call: Call, method: str) -> Any:
         before.restore()
         return compute(call.watched_by(Replaced(outside.found, outside.found)), method)
 
+    as_now = _ambient.as_now()
+
     def again(inputs: tuple[Tensor, ...]) -> list[Tensor]:
         own, others = inputs[: len(call.tensors)], list(inputs[len(call.tensors) :])
         renewed = replace(call, leaves=_trees.fill(call.leaves, own), outside=Replaced(outside.found, others))
-        return _trees.all_tensors(compute(renewed, AGAIN if method in ("auto", "capture") else method))
+        with as_now():
+            return _trees.all_tensors(compute(renewed, AGAIN if method in ("auto", "capture") else method))
 
     leaves, spec = _trees.flatten(result)
     attached = _Primitive.apply(again, _trees.tensors_in(leaves), *call.tensors, *outside.found)

@@ -161,6 +161,23 @@ def default_device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
+def as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Note these settings and the default device; the returned function makes a context in which they hold again, whatever holds then."""
+    noted, device = settings(), default_device()
+
+    @contextlib.contextmanager
+    def holding() -> Iterator[None]:
+        before = settings()
+        with contextlib.nullcontext() if default_device() == device else device or torch.device("cpu"):
+            set_settings(noted)
+            try:
+                yield
+            finally:
+                set_settings(before)
+
+    return holding
+
+
 def may_compile() -> bool:
     """Whether this process may compile: it has imported torch's compiler."""
     # Importing it takes half a second, which other processes need not spend.
