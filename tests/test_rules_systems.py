@@ -128,6 +128,11 @@ REFUSED = {
     "a matrix that is not square": (lambda A, x: torch.linalg.solve(A, x), (3, 2), (3,)),
     "a vector of a triangle": (lambda A, x: torch.linalg.solve_triangular(A, x, upper=True), (3, 3), (3,)),
     "a stack of others": (lambda A, x: torch.linalg.solve(A, x), (2, 3, 3), (4, 3, 2)),
+    "more reflections than columns": (torch.linalg.householder_product, (4, 1), (3,)),
+    "more columns than rows": (torch.linalg.householder_product, (2, 3), (2,)),
+    "a stack of scales": (torch.linalg.householder_product, (4, 3), (2, 3)),
+    "reflections in a vector": (torch.linalg.householder_product, (4,), (1,)),
+    "reflections in another dtype": (lambda A, x: torch.linalg.householder_product(A, x.float()), (4, 3), (3,)),
 }
 
 

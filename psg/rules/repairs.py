@@ -210,9 +210,11 @@ def householder_product(A: Tensor, tau: Tensor, *, out: Tensor | None = None) ->
         Joffrain et al., "Accumulating Householder transformations, revisited", 2006: T^-1 = diag(1 / tau) + striu(V^H V), here multiplied
         by diag(tau), which may be zero.
     """
-    if out is not None or A.ndim < 2:
+    if out is not None or A.ndim != tau.ndim + 1 or A.ndim < 2 or (*tau.shape[:-1], tau.dtype) != (*A.shape[:-2], A.dtype):
         return NotImplemented
     (rows, columns), count = A.shape[-2:], tau.shape[-1]
+    if not rows >= columns >= count:
+        return NotImplemented  # torch refuses it
     with torch._C._DisableAutocast():  # which leaves the op as it is, and would cast its parts
         eye = torch.eye(rows, columns, dtype=A.dtype, device=A.device)
         V, scale = A[..., :count].tril(-1) + eye[:, :count], tau.unsqueeze(-1)
