@@ -455,7 +455,7 @@ def test_gradients_of_tangents_and_slopes_through_ops_on_matrices(name, method, 
 def expanded(a):
     """The determinants of matrices [*, k, k], by their first rows."""
     if a.shape[-1] == 0:
-        return a.new_ones(a.shape[:-2])
+        return 1 + a.sum((-2, -1))
     others = [[j for j in range(a.shape[-1]) if j != k] for k in range(a.shape[-1])]
     return sum((-1) ** k * a[..., 0, k] * expanded(a[..., 1:, :][..., others[k]]) for k in range(a.shape[-1]))
 
@@ -514,6 +514,84 @@ def test_drawn_determinants_and_solutions_inside_transforms(name, method, batch,
 
     op, elementary = SOLVED[name]
     assert_trees_close(psg.per_sample_grad(by(op), method=method)(w, x), loop_grad(by(elementary))(w, x), atol=1e-9)
+
+
+def real_of(z):
+    """A real number that depends on all parts of all entries."""
+    return z.sum() if not z.is_complex() else (z * (1 - 2j)).sum().real
+
+
+def gradients_of_one(w, direction, of):
+    return real_of(of(w))
+
+
+def tangents_of_one(w, direction, of):
+    return real_of(torch.func.jvp(of, (w,), (direction,))[1])
+
+
+def second_tangents_of_one(w, direction, of):
+    return real_of(torch.func.jvp(lambda w: torch.func.jvp(of, (w,), (direction,))[1], (w,), (direction.flip(0),))[1])
+
+
+def slopes_of_one(w, direction, of):
+    return real_of(torch.func.grad(lambda w: real_of(of(w)))(w) * direction) + real_of(of(w))
+
+
+def recorded_slopes_of_one(w, direction, of):
+    w = w + torch.zeros_like(w).requires_grad_()
+    return real_of(torch.autograd.grad(real_of(of(w)), w, create_graph=True)[0] * direction) + real_of(of(w))
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((gradients_of_one, method) for method in ("auto", "vmap", "loop")),
+        *((tangents_of_one, method) for method in ("auto", "vmap", "loop")),
+        *((second_tangents_of_one, method) for method in ("auto", "vmap", "loop")),
+        *((slopes_of_one, method) for method in ("auto", "vmap", "loop")),
+        *((recorded_slopes_of_one, method) for method in ("auto", "loop")),
+    ],
+)
+@given(
+    shape=st.integers(0, 6).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size))),
+    exact=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.complex128]),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_determinants_of_singular_matrices(kind, method, shape, exact, dtype, n, seed, device):
+    """By rounding alone, and exactly: torch's own gradient is zero then."""
+    torch.manual_seed(seed)
+    size, rank = shape
+    w = torch.randn(size, rank, dtype=dtype, device=device) @ torch.randn(rank, size, dtype=dtype, device=device)
+    if exact:
+        w[rank:] = 0
+        w = w[torch.randperm(size, device=device)]
+    direction, x = torch.randn_like(w), 1 + torch.rand(n, 1, device=device)
+
+    def by(op):
+        return lambda w, x: kind(w * x, direction, op)
+
+    assert_trees_close(psg.per_sample_grad(by(torch.linalg.det), method=method)(w, x), loop_grad(by(expanded))(w, x), atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
+@given(size=st.integers(2, 5), shared=st.booleans(), n=st.sampled_from([0, 1, 3]), seed=st.integers(0, 99))
+@settings(max_examples=8)
+def test_determinants_of_integers(method, size, shared, n, seed, device):
+    """Whose pivots can be zero anywhere; of one matrix too, which all samples share."""
+    torch.manual_seed(seed)
+    w, x = torch.randint(-1, 2, (size, size), device=device).double(), 1 + torch.rand(n, 1, 1, device=device)
+    fn = lambda op: lambda w, x: op(w).sin() * x.sum() if shared else op(w * x).sin().sum()  # noqa: E731
+    det = torch.linalg.det
+    if method == "batch":
+        rows = (lambda w, x: det(w).sin() * x.sum((1, 2))) if shared else (lambda w, x: det(w * x).sin())
+        found = psg.per_sample_grad(rows, method="batch")(w, x)
+    else:
+        found = psg.per_sample_grad(fn(det), method=method)(w, x)
+    assert_trees_close(found, loop_grad(fn(expanded))(w, x), atol=1e-11)
 
 
 def test_vectors_that_solve_refuses_are_refused_in_transforms(device):

@@ -21,13 +21,12 @@ from psg import _trees
 from psg._capture._adjoints import ADJOINTS, FUSED, MOVING, multiple
 from psg._capture._by_rows import ELEMENTWISE, is_row_by_row, over_rows
 from psg._capture._estimators import entries_of
-from psg._capture._steps import POINTWISE, Step, keepdim_shape, part_of
+from psg._capture._steps import POINTWISE, Step, keepdim_shape, part_of, run_pullable
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import LIKE_ANOTHER, is_mask, name_of
 from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import read_at, scaled, table_of
-from psg.rules._registry import find_decomposition
 from psg.rules.repairs import householder_product
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
@@ -195,14 +194,6 @@ def _over_steps(whole: Step, factor: Factor) -> list[list[Factor]] | None:
             for side, factors in zip(step.sides, carried, strict=True):
                 terms.setdefault(id(side), []).extend(factors)
     return [terms.get(id(leaf), []) for leaf in leaves.values()]
-
-
-def run_pullable(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run an op on parameters, as its decomposition if vmap could not pull gradients back through the op itself."""
-    # Of attention there is a form for passes that are differentiated, and vmap cannot run the backward of the fused one.
-    decompose = find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)
-    output = NotImplemented if decompose is None else decompose(*args, **kwargs)
-    return op(*args, **kwargs) if output is NotImplemented else output
 
 
 def _pulled(step: Step, factor: Dense) -> list[list[Factor]]:

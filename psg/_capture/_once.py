@@ -15,10 +15,9 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg._call import Call
 from psg._capture import _ruleless
-from psg._capture._carries import run_pullable
 from psg._capture._derived import derives, is_simple
 from psg._capture._lifted import Lifted, Watch
-from psg._capture._steps import Step
+from psg._capture._steps import Step, run_pullable
 from psg._errors import PsgError, Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _functions, _functorch, _random
 from psg._torch._ops import (

@@ -1,12 +1,15 @@
 """The steps by which values are computed from parameters: calls of ops, which can be differentiated by themselves."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch._ops import substitute, tensors_of
+from psg.rules._registry import find_decomposition
 
 
 class Step:
@@ -56,11 +59,19 @@ class Step:
         The arguments' history is ignored.
         """
         leaf = side.detach().requires_grad_()
-        output = self.rerun({id(side): leaf}, self.run)
+        output = self.rerun({id(side): leaf}, functools.partial(run_pullable, self.run))
         if not output.requires_grad:
             return torch.zeros_like(leaf)  # this one of several outputs does not depend on this side
         (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype).reshape(output.shape), allow_unused=True)
         return torch.zeros_like(leaf) if found is None else found  # a norm of order 0 has a graph that leads nowhere
+
+
+def run_pullable(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on parameters, as its decomposition if vmap could not pull gradients back through the op itself."""
+    # Of attention there is a form for passes that are differentiated, and vmap cannot run the backward of the fused one.
+    decompose = find_decomposition(op, differentiated=op is F.scaled_dot_product_attention)
+    output = NotImplemented if decompose is None else decompose(*args, **kwargs)
+    return op(*args, **kwargs) if output is NotImplemented else output
 
 
 def part_of(func: Callable[..., Any], index: int | None) -> Callable[..., Tensor]:

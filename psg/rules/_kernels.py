@@ -3,10 +3,12 @@
 On a CPU the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for
 inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
 
-On a GPU it gives a bias without a weight no gradient: an empty one, which for one channel reads as zero. Weight norm takes square roots of
-float64 in float32 there. And cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their outputs;
-it refuses weights with gaps; and from one state of the generator it drops out other units than the rules do. torch's own kernels have none
-of these limits.
+The derivative of a determinant is zero where a pivot is (psg/rules/repairs.py).
+
+On a GPU batch norm gives a bias without a weight no gradient: an empty one, which for one channel reads as zero. Weight norm takes square
+roots of float64 in float32 there. And cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their
+outputs; it refuses weights with gaps; and from one state of the generator it drops out other units than the rules do. torch's own kernels
+have none of these limits.
 """
 
 from typing import Any
@@ -16,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _ambient
-from psg.rules._registry import known_as
+from psg._torch._ops import DETERMINANTS
+from psg.rules._registry import find_decomposition, known_as
 from psg.rules.leaks import UPDATING
 
 
@@ -25,6 +28,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if func in RECURRENT and not _ambient.autocast():  # torch's own kernels do not take the dtypes that autocast makes
         with _ambient.without_cudnn:
             return func(*args, **kwargs)
+    output = written_out(func, args, kwargs)
+    if output is not NotImplemented:
+        return output
     output = run_without_gaps(func, args, kwargs)
     if func not in BATCH_NORMS:
         return output
@@ -39,6 +45,12 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
         normalized.register_hook(laid_out)
     return output
+
+
+def written_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """A determinant by ops with right derivatives; NotImplemented for other ops."""
+    decompose = find_decomposition(func, differentiated=False) if known_as(func) in DETERMINANTS else None
+    return NotImplemented if decompose is None else decompose(*args, **kwargs)
 
 
 def is_imprecise(func: Any, args: Any) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
+from psg._torch._ops import DETERMINANTS, GET_DATA, SET_DATA, substitute, tensors_of
 from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 from psg.rules.systems import lu_factors, takes_vectors
@@ -72,27 +72,9 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
     return lu_solve(LU_data, LU_pivots, b, out=out)
 
 
-def _laid_out_alike(op: Any) -> None:
-    @decomposition(op)
-    def determinant(A: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Make the batch contiguous: in forward mode torch takes the factors for those of A, or of its transpose, by the layout of A.
-
-        vmap tells it the layout of one sample, and factorises the batch, which may not be contiguous where each sample is.
-        """
-        if not _functorch.tangents_active() or not _functorch.is_vmapped(A) or _functorch.is_contiguous(A) == A.is_contiguous():
-            return NotImplemented
-        return op(A.clone(memory_format=torch.contiguous_format), *args, **kwargs)
-
-
-for _op in (
-    *(torch.linalg.det, torch.det, Tensor.det, torch.logdet, Tensor.logdet),
-    *(torch.linalg.slogdet, torch.slogdet, Tensor.slogdet),
-):
-    _laid_out_alike(_op)
-
-
 # Of these ops, derivatives that transforms take of derivatives, and of tangents, are wrong in torch: those of tangents leave out that the
-# factors depend on the matrix, and those of determinants divide by differences of singular values. Those of the factors are right.
+# factors depend on the matrix, and those of determinants divide by differences of singular values. Those of the factors are right, where
+# the matrix is not singular.
 
 
 def _has_derivatives(A: Tensor) -> bool:
@@ -111,12 +93,63 @@ def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
     return (1 - 2 * (moved.sum(-1) % 2)).to(LU.dtype), LU.diagonal(dim1=-2, dim2=-1)
 
 
-@decomposition(torch.linalg.det, torch.det, Tensor.det, need=DIFFERENTIATED, misderived=True)
-def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
-    if out is not None or (factors := _factors(A)) is None:
-        return NotImplemented
-    sign, diagonal = _sign_and_diagonal(*factors[:2])
+def _product(LU: Tensor, pivots: Tensor, *_: Tensor) -> Tensor:
+    """The determinant of a matrix with these factors."""
+    sign, diagonal = _sign_and_diagonal(LU, pivots)
     return sign * diagonal.prod(-1)
+
+
+def _is_square(A: Tensor) -> bool:
+    """Whether this is what torch has determinants of."""
+    return A.ndim >= 2 and A.shape[-1] == A.shape[-2] and A.dtype not in HALF and (A.is_floating_point() or A.is_complex())
+
+
+def _polynomial(A: Tensor) -> Tensor:
+    """The determinant of a matrix of at most three rows, as the sum of its terms."""
+    if A.shape[-1] == 3:
+        return (A[..., 0, :] * torch.linalg.cross(A[..., 1, :], A[..., 2, :])).sum(-1)
+    if A.shape[-1] == 2:
+        return A[..., 0, 0] * A[..., 1, 1] - A[..., 0, 1] * A[..., 1, 0]
+    return A.diagonal(dim1=-2, dim2=-1).prod(-1)
+
+
+@decomposition(*DETERMINANTS, misderived=True)
+def det(A: Tensor, *, out: Tensor | None = None) -> Any:
+    """By factors without zeros: [*,i,i] -> [*]. Where one is zero, autograd gives torch's op (2.13) a gradient of zeros.
+
+    The zeros are replaced by rounding errors, which a constant adds to the matrix. Of the derivatives only the first is right there.
+    """
+    if out is not None or not _is_square(A):
+        return NotImplemented
+    if A.shape[-1] <= 3:
+        return _polynomial(A)
+    LU, pivots, _ = lu_factors(A.detach(), check_errors=False)
+    P, L, U = torch.lu_unpack(LU, pivots)
+    diagonal, largest = U.diagonal(dim1=-2, dim2=-1), U.abs().amax((-2, -1)).unsqueeze(-1)
+    error = A.shape[-1] * torch.finfo(A.dtype).eps * torch.where(largest == 0, 1, largest)
+    value = _product(*lu_factors(A + P @ L * torch.where(diagonal == 0, error, 0).unsqueeze(-2), check_errors=False))
+    return torch.where((diagonal == 0).any(-1), value - value.detach(), value)
+
+
+@decomposition(*DETERMINANTS, need=DIFFERENTIATED, misderived=True)
+def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
+    """With right derivatives up to the third for all matrices: [*,i,i] -> [*].
+
+    The singular vectors are constants, by which the matrix is turned. Of its least three singular values, which can be zero, it has the
+    determinant of their Schur complement.
+    """
+    if out is not None or not _is_square(A):
+        return NotImplemented
+    if A.shape[-1] <= 3:
+        return _polynomial(A)
+    constant = A.detach()
+    U, S, Vh = torch.linalg.svd(torch.where(constant.isfinite(), constant, 0))
+    turned = U.mH @ A @ Vh.mH
+    # Where more than three are zero, these derivatives are, and stay so to rounding with others in the place of the zeros.
+    least = torch.where(S == 0, torch.finfo(S.dtype).eps, 0)[..., :-3].diag_embed()
+    LU, pivots, _ = lu_factors(turned[..., :-3, :-3] + least, check_errors=False)
+    rest = turned[..., -3:, -3:] - turned[..., -3:, :-3] @ torch.linalg.lu_solve(LU, pivots, turned[..., :-3, -3:])
+    return _product(*lu_factors(U @ Vh, check_errors=False)) * _product(LU, pivots) * _polynomial(rest)
 
 
 def _sign_and_log(A: Tensor) -> tuple[Tensor, Tensor] | None:
