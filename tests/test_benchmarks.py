@@ -14,6 +14,7 @@ CALLS = {
     "recurrent.py": "--threads 1 --kinds tanh --methods plain,psg_clip --samples 2 --steps 3 --repeats 1",
     "lifted.py": "--threads 1 --functions prelu,solve,kalman_filter --repeats 1",
     "composed.py": "--threads 1 --workloads tiny --repeats 1",
+    "tangent_kernels.py": "--threads 1 --workloads tiny --repeats 1",
     "derived.py": "--threads 1 --problems indexed_table --repeats 1",
     "inside.py": "--threads 1 --problems forces --repeats 1",
     "breakdown.py": "--threads 1 --workloads tiny",
