@@ -433,8 +433,7 @@ def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | No
 @cached
 def known_as(op: Any) -> Any:
     """The function of torch under which an op of ATen's, as exported programs call them, may be registered; else the op itself."""
-    registered = op in _decompositions or op in _differentiated_decompositions or op in _leaks
-    if registered or not isinstance(op, (OpOverload, OpOverloadPacket)) or not is_torchs(op):
+    if op in REWRITTEN or not isinstance(op, (OpOverload, OpOverloadPacket)) or not is_torchs(op):
         return op
     name = base_name(op)
     places = ((torch, name), (Tensor, name), (torch.linalg, name.removeprefix("linalg_")), (vars(torch._C)["_nn"], name))
@@ -447,7 +446,7 @@ def namesake(op: Any, kwargs: dict[str, Any]) -> Any:
 
     It is the op itself, too, if it is registered, or where the function would not take this call or compute something else.
     """
-    if not isinstance(op, (OpOverload, OpOverloadPacket)) or op in _rules or op in _decompositions or "self" in kwargs:
+    if not isinstance(op, (OpOverload, OpOverloadPacket)) or op in _rules or "self" in kwargs:
         return op
     return _namesake(op)
 
