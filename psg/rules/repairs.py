@@ -198,31 +198,23 @@ def _aligned(op: Any, A: Tensor, B: Tensor, left: bool, **options: Any) -> Any:
     return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
 
 
-@decomposition(torch.linalg.solve)
-def _solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
-    return NotImplemented if out is not None else _aligned(torch.linalg.solve, A, B, left)
+def _solving(op: Any, checks: bool, result: Callable[[Tensor, Tensor], Any]) -> None:
+    """`checks` says whether the op raises an error for a singular matrix if it is not told; `result` makes its output."""
+
+    @decomposition(op)
+    def aligned(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None, **options: Any) -> Any:
+        return NotImplemented if out is not None else _aligned(op, A, B, left, **options)
+
+    @decomposition(op, need=DIFFERENTIATED, misderived=True)
+    def by_factors(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None, **options: Any) -> Any:
+        if out is not None or (factors := _factors(A, options.get("check_errors", checks))) is None:
+            return aligned(A, B, left=left, out=out, **options)
+        solved = _solved(A, B, factors, left)
+        return solved if solved is NotImplemented else result(solved, factors[2])
 
 
-@decomposition(torch.linalg.solve_ex)
-def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
-    return NotImplemented if out is not None else _aligned(torch.linalg.solve_ex, A, B, left, check_errors=check_errors)
-
-
-@decomposition(torch.linalg.solve, need=DIFFERENTIATED, misderived=True)
-def _solve_by_factors(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Any:
-    if out is not None or (factors := _factors(A, check_errors=True)) is None:
-        return _solve(A, B, left=left, out=out)
-    return _solved(A, B, factors, left)
-
-
-@decomposition(torch.linalg.solve_ex, need=DIFFERENTIATED, misderived=True)
-def _solve_ex_by_factors(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None) -> Any:
-    if out is not None or (factors := _factors(A, check_errors)) is None:
-        return _solve_ex(A, B, left=left, check_errors=check_errors, out=out)
-    solved = _solved(A, B, factors, left)
-    if solved is NotImplemented:
-        return NotImplemented
-    return torch.return_types.linalg_solve_ex((solved, factors[2]))  # pyright: ignore[reportAttributeAccessIssue]
+_solving(torch.linalg.solve, True, lambda solved, _: solved)
+_solving(torch.linalg.solve_ex, False, lambda *parts: torch.return_types.linalg_solve_ex(parts))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @decomposition(torch.linalg.tensorsolve, need=DIFFERENTIATED, misderived=True)
