@@ -198,7 +198,7 @@ def _in_parts(op: Any) -> None:
 
 
 for _op in (
-    *(torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.linalg.tensorsolve, torch.column_stack, torch.block_diag),
+    *(torch.istft, Tensor.istft, torch.diagflat, Tensor.diagflat, torch.column_stack, torch.block_diag),
     *(torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, torch.fft.ihfftn),
 ):
     _in_parts(_op)

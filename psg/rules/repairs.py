@@ -77,14 +77,9 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
 # the matrix is not singular.
 
 
-def _has_derivatives(A: Tensor) -> bool:
-    """Whether transforms, of torch.func or of forward-mode autograd, may differentiate for a matrix."""
-    return _functorch.is_tracked(A) or _functorch.tangents_active()
-
-
 def _factors(A: Tensor, check_errors: bool = False) -> Any:
-    """The LU factors, pivots and errors of a matrix, or some, that transforms differentiate for; None for others."""
-    return lu_factors(A, check_errors) if _has_derivatives(A) else None
+    """The LU factors, pivots and errors of a matrix that transforms, of torch.func or of forward-mode autograd, may differentiate for."""
+    return lu_factors(A, check_errors) if _functorch.is_tracked(A) or _functorch.tangents_active() else None
 
 
 def _sign_and_diagonal(LU: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,9 +212,10 @@ _solving(torch.linalg.solve, True, lambda solved, _: solved)
 _solving(torch.linalg.solve_ex, False, lambda *parts: torch.return_types.linalg_solve_ex(parts))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@decomposition(torch.linalg.tensorsolve, need=DIFFERENTIATED, misderived=True)
+@decomposition(torch.linalg.tensorsolve, misderived=True)
 def _tensorsolve(A: Tensor, B: Tensor, dims: Any = None, *, out: Tensor | None = None) -> Any:
-    if out is not None or not _has_derivatives(A):
+    """By torch.linalg.solve, as torch computes it; vmap has no rule for the whole."""
+    if out is not None:
         return NotImplemented
     moved = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
     return torch.linalg.solve(moved.reshape(B.numel(), B.numel()), B.flatten()).reshape(moved.shape[B.ndim :])
