@@ -3,7 +3,6 @@
 Elementwise products and sums get rules for their rows. Other ops are written with ops that have such rules.
 """
 
-import math
 from collections.abc import Callable, Collection
 from functools import reduce
 from string import ascii_letters
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from psg._torch._ops import Place, tensors_of
 from psg.factors import Dense
-from psg.rules import activation
+from psg.rules import activation, attention
 from psg.rules._registry import Rule
 from psg.rules.products import sum_to
 from psg.rules.rows import Split, split_labels, split_positions, splits
@@ -173,28 +172,6 @@ def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     return (x.conj() * y).sum(dim)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """softmax(q k^T scale + mask) v: ([*,t,d], [*,s,d], [*,s,e]) -> [*,t,e]."""
-    if dropout_p or enable_gqa or (is_causal and attn_mask is not None):
-        return NotImplemented
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    masked = (scores == -math.inf).all(-1, keepdim=True)  # where all scores are masked, torch's output is zero
-    return scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0) @ value
-
-
 def _grouped_product(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
     if offs is None or bias is not None or out_dtype is not None or self.ndim != 2 or mat2.ndim != 3:
         return NotImplemented
@@ -269,7 +246,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     Tensor.view_as: lambda input, other: input.view(other.shape),
     Tensor.reshape_as: lambda input, other: input.reshape(other.shape),
     **dict.fromkeys((Tensor.to, Tensor.type_as), _converted),
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: attention.attention_in_parts,
     **dict.fromkeys((torch.prelu, Tensor.prelu), activation.written_out),
     torch._grouped_mm: _grouped_product,  # pyright: ignore[reportPrivateImportUsage]
 }
