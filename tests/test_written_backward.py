@@ -342,3 +342,21 @@ def test_an_error_that_a_hook_handles(disabled, device):
         pytest.warns(psg.FallbackWarning, match="a hook, handles an error"),
     ):
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_tangents_that_a_backward_takes_of_solutions(disabled, device):
+    """Under two vmaps torch's own are those of other pivots."""
+    base = torch.tensor([[0.1, 3, 1], [0.5, 0.2, 4], [5, 1, 0.3]], device=device)
+
+    def backward(cotangent):
+        return torch.func.jacfwd(lambda c: torch.linalg.solve(base + torch.outer(c, c), c))(cotangent) @ cotangent
+
+    apply = function(backward, True).apply
+
+    def fn(w, x):
+        return (apply(w * x) * x).sin().sum()
+
+    w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
+    with psg.rules.disabled() if disabled else contextlib.nullcontext(), pytest.warns(psg.FallbackWarning, match="other pivots"):
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))

@@ -75,9 +75,9 @@ class Once(Watch):
         self._handed_on: set[int] = set()  # the id()s of those outputs that fn got from several calls
         self._replaced: list[tuple[ref[Tensor], Tensor]] = []  # new constants that fn has written into, and what they were
 
-    def _avoid_leak(self, func: Any, args: Any, kwargs: Any, *rungs: str) -> None:
+    def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
         # Most rules have no place in a pass that is differentiated, where ops run as under vmap(grad).
-        reason = _registry.find_leak(func, args, kwargs, "capture", *(("vmap",) if self.differentiated else ()), *rungs)
+        reason = _registry.find_leak(func, args, kwargs, "capture", *(("vmap",) if self.differentiated else ()))
         if reason is not None and self.habits.lifts:
             raise Retry(f"{reason}, and its arguments may be computed once", lifts=False)
         if reason is not None:

@@ -28,6 +28,7 @@ from psg._torch._ops import (
     ARRAYS,
     DETACHING,
     FACTORIES,
+    GET_DATA,
     GRAD_FN,
     IS_LEAF,
     LIKENESSES,
@@ -256,6 +257,8 @@ class Router(Once, Looking):
             raise Unsupported("fn, or a tool such as FlopCounterMode, registers a hook on a tensor")
         if func in MEMORY_MARKS and (self.rewrites or not self._meets_lifted(tensors)):
             raise UnsupportedByVmap("fn asks whether a tensor is a view, or how often it was written into")
+        if not here and func == GET_DATA:
+            raise Unsupported(".data inside a torch.func transform is a constant for that transform alone")
         if func in PREDICATES:
             answer = self._ask(func, args[0])
             return Node(answer, self._refuse) if func == GRAD_FN and answer is not None else answer
@@ -443,8 +446,6 @@ class Router(Once, Looking):
             output = run(func, rule, args, kwargs)
             if output is not NotImplemented:
                 return output
-        if not here:
-            self._avoid_leak(func, args, kwargs, "inside")
         # This pass differentiates the gradients that a transform of the function's own has taken.
         decompose = _registry.find_decomposition(func, differentiated=not here or self.redifferentiated)
         if decompose is None or self._may_derive(func, args, kwargs) and not any(map(_functorch.is_wrapped, self._others(args, kwargs))):
@@ -517,6 +518,7 @@ class Router(Once, Looking):
             output = self._derive(func, lifted, held, options) if lifted else NotImplemented
             if output is not NotImplemented:
                 return output
+        self._avoid_leak(func, args, kwargs)
         if _functions.lacks_vmap_rule(func, args):
             raise Unsupported(f"{_ruleless.described(args[0])} runs inside a transform of fn's own")
         self._note_lifted(func, self.lifted_among([_functorch.innermost(tensor, self.level) for tensor in tensors_of(args, kwargs)]))

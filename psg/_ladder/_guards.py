@@ -118,16 +118,12 @@ class VmapGuard(Looking):
     def _run(self, func: Any, tensors: list[Tensor], others: list[Any], target: Any, args: Any, kwargs: Any) -> Any:
         refuse_updates(func, args, kwargs, target)
         _refuse_constants(func, args, kwargs, self.level)
-        # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
-        reason = find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))
         if any(isinstance(leaf, torch.Generator) for leaf in others):
-            reason = OWN_GENERATOR
+            raise PsgError(OWN_GENERATOR)
         if self.tracers.has_new():
-            reason = OWN_TRACER
+            raise PsgError(OWN_TRACER)
         if func in TEXTS and _functorch.is_vmapped(tensors[0]):
-            reason = TEXT_OF_ALL
-        if reason is not None:
-            raise PsgError(reason)
+            raise PsgError(TEXT_OF_ALL)
         if func in DIFFERENTIATING and kwargs.get("create_graph") and self._ran_undecomposed:
             raise Retry("fn differentiates gradients of an op whose higher derivatives torch gets wrong", recorded=True)
         # In a transform of fn's own, too, which may differentiate, and in its levels of forward-mode autograd.
@@ -140,6 +136,9 @@ class VmapGuard(Looking):
             if output is not NotImplemented:  # else the op runs as a whole
                 _refuse_watchers(func, tensors)
                 return output
+        # If the gradients are differentiated, autograd records the ops below vmap, as in the capture pass.
+        if (reason := find_leak(func, args, kwargs, "vmap", *(("capture",) if self.differentiated else ()))) is not None:
+            raise PsgError(reason)
         self._ran_undecomposed |= is_misderived(func)
         is_function = func is _functions.custom_function_call
         output = (run_watched if is_function else _kernels.run_without_gaps)(func, args, kwargs)

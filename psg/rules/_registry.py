@@ -377,12 +377,12 @@ def reshape(output: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
 
 
 class Leak(NamedTuple):
-    """Calls of an op that must not run on some rungs of the ladder, mostly because PyTorch's vmap gets them wrong.
+    """Calls of an op that must not run as it is on some rungs of the ladder, mostly because PyTorch's vmap gets them wrong.
 
     Attributes:
         reason: What goes wrong, for the message.
         when: Takes a call's arguments and returns whether the call is affected.
-        rungs: The rungs on which the call must not run; "inside" is capture inside a torch.func transform that fn itself uses.
+        rungs: The rungs on which the call must not run.
     """
 
     reason: str

@@ -15,7 +15,7 @@ from torch import Tensor
 from psg._errors import StateError
 from psg._torch import _functions, _functorch
 from psg._torch._cached import cached
-from psg._torch._ops import GET_DATA, SET_DATA, tensors_of
+from psg._torch._ops import SET_DATA, tensors_of
 from psg._watch import _writes
 from psg.rules._registry import leak
 
@@ -32,7 +32,6 @@ leak(
     when=lambda *args, **kwargs: kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None,
 )
 leak(SET_DATA, reason="assigning to .data under vmap(grad) breaks the tensor", rungs=("vmap",))
-leak(GET_DATA, reason=".data inside a torch.func transform is a constant for that transform alone", rungs=("inside",))
 leak(
     *(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")),
     reason="an op in place on a list of tensors leaves the history of their views behind under torch.func.grad",
