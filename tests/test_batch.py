@@ -2202,6 +2202,15 @@ def test_distributions_of_a_parameter(device):
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, *batch), loop_grad(one(fn))(params, *batch))
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_grouped_attention_with_a_learned_mask(n, device):
+    def fn(mask, q, k):
+        return F.scaled_dot_product_attention(q, k, k.sin(), attn_mask=mask, scale=0.3, enable_gqa=True).square().sum((1, 2, 3))
+
+    mask, q, k = (torch.randn(shape, device=device) for shape in ((4, 5), (n, 6, 4, WIDTH), (n, 2, 5, WIDTH)))
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(mask, q, k), loop_grad(one(fn))(mask, q, k))
+
+
 def test_attention_with_a_mask_and_causality_is_refused_as_by_torch(device):
     keys, x = torch.randn(4, WIDTH, device=device), torch.randn(5, 4, WIDTH, device=device)
     mask = torch.ones(4, 4, dtype=torch.bool, device=device)
