@@ -171,41 +171,32 @@ def _logdet(A: Tensor) -> Any:
     return NotImplemented if parts is None else parts[0].log() + parts[1]
 
 
-def _solved(A: Tensor, B: Tensor, factors: Any, left: bool) -> Any:
-    LU, pivots = factors[:2]
-    if not takes_vectors(A.shape, B.shape):
-        return torch.linalg.lu_solve(LU, pivots, B, left=left)
-    if not left:
-        return NotImplemented  # torch refuses vectors there
-    return torch.linalg.lu_solve(LU, pivots, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-
-
-def _aligned(op: Any, A: Tensor, B: Tensor, left: bool, **options: Any) -> Any:
-    """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them, or their cotangents, to a wrong shape."""
-    vector = takes_vectors(A.shape, B.shape)
-    if A.ndim == B.ndim + vector:
-        return NotImplemented
-    if vector:
-        return op(A, B.expand(A.shape[:-1]), left=left, **options)
-    rank = max(A.ndim, B.ndim)
-    sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
-    solved = op(*sides, left=left, **options)
-    return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
-
-
 def _solving(op: Any, checks: bool, result: Callable[[Tensor, Tensor], Any]) -> None:
     """`checks` says whether the op raises an error for a singular matrix if it is not told; `result` makes its output."""
 
     @decomposition(op)
     def aligned(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None, **options: Any) -> Any:
-        return NotImplemented if out is not None else _aligned(op, A, B, left, **options)
+        """Give A and B equally many dimensions: where one has fewer, vmap broadcasts them, or their cotangents, to a wrong shape."""
+        vector = takes_vectors(A.shape, B.shape)
+        if out is not None or A.ndim == B.ndim + vector:
+            return NotImplemented
+        if vector:
+            return op(A, B.expand(A.shape[:-1]), left=left, **options)
+        rank = max(A.ndim, B.ndim)
+        sides = (side.reshape(*(1,) * (rank - side.ndim), *side.shape) for side in (A, B))
+        solved = op(*sides, left=left, **options)
+        return solved if isinstance(solved, Tensor) else type(solved)((solved[0], solved[1].reshape(A.shape[:-2])))
 
     @decomposition(op, need=DIFFERENTIATED, misderived=True)
     def by_factors(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None, **options: Any) -> Any:
         if out is not None or (factors := _factors(A, options.get("check_errors", checks))) is None:
             return aligned(A, B, left=left, out=out, **options)
-        solved = _solved(A, B, factors, left)
-        return solved if solved is NotImplemented else result(solved, factors[2])
+        LU, pivots, errors = factors
+        if not takes_vectors(A.shape, B.shape):
+            return result(torch.linalg.lu_solve(LU, pivots, B, left=left), errors)
+        if not left:
+            return NotImplemented  # torch refuses vectors there
+        return result(torch.linalg.lu_solve(LU, pivots, B.expand(A.shape[:-1]).unsqueeze(-1)).squeeze(-1), errors)
 
 
 _solving(torch.linalg.solve, True, lambda solved, _: solved)
