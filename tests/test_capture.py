@@ -1324,6 +1324,58 @@ def test_ops_that_are_written_out(use, method, sizes, n, count, seed):
     assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x, i), loop_grad(fn)(w, x, i))
 
 
+# Ops whose gradient torch gets wrong under plain autograd too: compared with others.
+REDUCED = {
+    "scatter_reduce": lambda y, i, src, how: y.scatter_reduce(0, i[:, None].expand_as(src), src, how, include_self=False),
+    "scatter_reduce by name": lambda y, i, src, how: torch.scatter_reduce(
+        input=y, dim=-2, index=i[:, None].expand_as(src), src=src, reduce=how, include_self=False
+    ),
+    "scatter_reduce_": lambda y, i, src, how: (y * 1).scatter_reduce_(0, i[:, None].expand_as(src), src, how, include_self=False),
+    "index_reduce": lambda y, i, src, how: torch.index_reduce(y, -2, i, src, how, include_self=False),
+    "index_reduce_": lambda y, i, src, how: (y * 1).index_reduce_(0, i, src, how, include_self=False),
+}
+
+
+def reduced_by_rows(y, i, src, how):
+    return torch.stack([getattr(src[i == k], how)(0) if (i == k).any() else row for k, row in enumerate(y)])
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore::psg.FallbackWarning")
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, method) for name in REDUCED for method in ("auto", "vmap", "loop")),
+        *((name, "batch") for name in REDUCED if name[-1] != "_"),  # it refuses writes
+    ],
+)
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)),
+    how=st.sampled_from(["amax", "amin"]),
+    alone=st.booleans(),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_extremes_of_others_that_are_equal_to_what_they_replace(name, method, sizes, how, alone, n, seed, device):
+    torch.manual_seed(seed)
+    rows, columns, count = sizes
+    params = {
+        "y": torch.randint(-1, 2, (rows, columns), device=device).double(),
+        "src": torch.randint(-1, 2, (count, columns), device=device).double(),
+    }
+    i, x = torch.randint(rows, (count,), device=device), 1 + torch.rand(n, 1, 1, device=device)
+    alone = alone or method == "batch"
+    x = x if method == "batch" else x[:, 0]
+
+    def by(op):
+        def fn(p, x):
+            output = op(p["y"], i, p["src"], how) * x if alone else op(p["y"] * x, i, p["src"] * x, how)
+            return (output.exp() * torch.arange(1.0, 1 + output.shape[-1], device=device)).sum((-2, -1))
+
+        return fn
+
+    assert_trees_close(psg.per_sample_grad(by(REDUCED[name]), method=method)(params, x), loop_grad(by(reduced_by_rows))(params, x))
+
+
 def by_rows(index, dim, like):
     """An index of rows along `dim`, expanded along all other dimensions."""
     return index.reshape([-1 if d == dim % like.ndim else 1 for d in range(like.ndim)]).expand(

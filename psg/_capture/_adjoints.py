@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from psg._capture._exponential import pulled, sides_of
+from psg._capture._steps import run_pullable
 from psg._torch import _functorch
 from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Views
 from psg.factors._einsum import Labels, of_operand
@@ -564,7 +565,7 @@ def _scatter_reduce(
     # Each argument's entry has one place in the output: its gradient is the one there times a number, which shares out what is equal.
     with torch.enable_grad():
         sides = [side.detach().requires_grad_() for side in (input, src)]
-        reduced = sides[0].scatter_reduce(dim, index, sides[1], reduce, include_self=include_self)
+        reduced = run_pullable(torch.scatter_reduce, sides[0], dim, index, sides[1], reduce, include_self=include_self)
         to_input, to_src = torch.autograd.grad(reduced, sides, torch.ones_like(reduced))
     # Without `input` itself its gradient is zero, whatever the cotangent is: also where that is not finite.
     return [(input, lambda factor: scaled(factor, to_input) if include_self else None), (src, _to_rows_of(src, places, to_src))]

@@ -37,7 +37,7 @@ from psg._watch._marks import Marks
 from psg._watch._outside import Looking
 from psg._watch._writes import Aliases, changes_nothing, written
 from psg.rules import _kernels
-from psg.rules._registry import REWRITTEN, find_decomposition, find_leak, is_misderived, known_as, python_form
+from psg.rules._registry import REWRITTEN, find_decomposition, find_leak, is_misderived, is_written_out, known_as, python_form
 from psg.rules.leaks import OWN_GENERATOR, refuse_updates
 
 OWN_TRACER = (
@@ -186,7 +186,7 @@ def _is_ordinary(func: Any) -> tuple[bool, bool]:
     """Whether `Repaired` runs an op as it is, whatever its arguments, outside of transforms and inside: what all tables say of it."""
     if isinstance(func, HigherOrderOperator) or func in DIFFERENTIATING or is_misderived(func):
         return False, False
-    if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT or python_form(func) is not None:
+    if func in _kernels.BATCH_NORMS or func in _kernels.RECURRENT or is_written_out(func) or python_form(func) is not None:
         return False, False
     return True, known_as(func) not in REWRITTEN
 

@@ -121,7 +121,6 @@ def dims_before(places: Mapping[int, bool], ndim: int) -> int:
 # Ops that select by a mask, or find nonzero entries: the number of entries is a Python value too.
 MASKED = {Tensor.__getitem__, Tensor.__setitem__, torch.masked_select, Tensor.masked_select}
 LOCATING = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where}
-DETERMINANTS = {torch.linalg.det, torch.det, Tensor.det}
 REQUIRING = {Tensor.requires_grad_, SET_REQUIRES_GRAD}
 """Ops that can turn a tensor into an autograd leaf."""
 

@@ -3,7 +3,7 @@
 On a CPU the backward pass of batch norm is wrong for a batch of one image whose cotangent has another memory layout than the image, and for
 inputs with only batch and channel dimensions whose weights or running statistics have gaps between their entries in memory.
 
-The derivative of a determinant is zero where a pivot is (psg/rules/repairs.py).
+Of some ops the gradient itself is wrong at some inputs, as that of determinants, which is zero where a pivot is (psg/rules/repairs.py).
 
 On a GPU batch norm gives a bias without a weight no gradient: an empty one, which for one channel reads as zero. Weight norm takes square
 roots of float64 in float32 there. And cuDNN differentiates recurrent layers once, in training mode alone, and not after a write into their
@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _ambient
-from psg._torch._ops import DETERMINANTS
-from psg.rules._registry import find_decomposition, known_as
+from psg.rules._registry import find_decomposition, is_written_out, known_as
 from psg.rules.leaks import UPDATING
 
 
@@ -48,8 +47,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def written_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """A determinant by ops with right derivatives; NotImplemented for other ops."""
-    decompose = find_decomposition(func, differentiated=False) if known_as(func) in DETERMINANTS else None
+    """An op whose gradient is wrong, by others; NotImplemented for other ops."""
+    decompose = find_decomposition(func, differentiated=False) if is_written_out(func) else None
     return NotImplemented if decompose is None else decompose(*args, **kwargs)
 
 

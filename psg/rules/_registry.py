@@ -146,6 +146,7 @@ _rules: dict[Any, Rule] = {}
 _decompositions: dict[Any, Callable[..., Any]] = {}
 _differentiated_decompositions: dict[Any, Callable[..., Any]] = {}
 _misderived: set[Any] = set()
+_everywhere: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
@@ -301,7 +302,9 @@ def python_form(op: Any) -> Callable[..., Any] | None:
     return HIGHER_ORDER.get(op) or body_of(op)
 
 
-def decomposition(*ops: Any, need: str = ALWAYS, misderived: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(
+    *ops: Any, need: str = ALWAYS, misderived: bool = False, everywhere: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function, which rewrites a call with other ops that rules or vmap can run; NotImplemented declines the call.
 
     `need` is the keyword argument, or what else of the above, without which it declines all calls. A function that needs DIFFERENTIATED
@@ -309,11 +312,14 @@ def decomposition(*ops: Any, need: str = ALWAYS, misderived: bool = False) -> Ca
     which runs once for all samples and counts as one step.
 
     With `misderived`, torch's own higher derivatives of the op are wrong: where these are asked for, plain autograd uses the function, too.
+    With `everywhere`, its gradient is: plain autograd always uses the function.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if misderived:
             _misderived.update(ops)
+        if everywhere:
+            _everywhere.update(ops)
         (_differentiated_decompositions if need == DIFFERENTIATED else _decompositions).update(dict.fromkeys(ops, function))
         _note_rewritten(ops, need)
         return function
@@ -469,6 +475,11 @@ def _namesake(op: Any) -> Any:
 def is_misderived(op: Any) -> bool:
     """Whether torch's own higher derivatives of the op are wrong. Those of its decomposition are right."""
     return known_as(op) in _misderived
+
+
+def is_written_out(op: Any) -> bool:
+    """Whether torch's own gradient of the op is wrong. That of its decomposition is right."""
+    return known_as(op) in _everywhere
 
 
 def find_leak(op: Any, args: Any, kwargs: Any, *rungs: str) -> str | None:

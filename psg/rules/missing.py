@@ -93,7 +93,7 @@ def _written_back(op: Any) -> Callable[..., Any]:
 # vmap runs the in-place forms of these ops sample by sample.
 for _name in (
     *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
-    *("baddbmm", "index_fill", "index_reduce", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
+    *("baddbmm", "index_fill", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
     *("tril", "triu", "xlogy"),
 ):
     for _holder in (Tensor, torch):

@@ -1,5 +1,6 @@
 """Ops that vmap gets wrong, written with ops that it gets right. Each has its test. Ops without such a form are in leaks.py."""
 
+import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg._torch import _functorch
-from psg._torch._ops import DETERMINANTS, GET_DATA, SET_DATA, substitute, tensors_of
+from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
 from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 from psg.rules.systems import lu_factors, takes_vectors
@@ -77,6 +78,9 @@ def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor |
 # the matrix is not singular.
 
 
+_DETERMINANTS = (torch.linalg.det, torch.det, Tensor.det)
+
+
 def _factors(A: Tensor, check_errors: bool = False) -> Any:
     """The LU factors, pivots and errors of a matrix that transforms, of torch.func or of forward-mode autograd, may differentiate for."""
     return lu_factors(A, check_errors) if _functorch.is_tracked(A) or _functorch.tangents_active() else None
@@ -108,7 +112,7 @@ def _polynomial(A: Tensor) -> Tensor:
     return A.diagonal(dim1=-2, dim2=-1).prod(-1)
 
 
-@decomposition(*DETERMINANTS, misderived=True)
+@decomposition(*_DETERMINANTS, misderived=True, everywhere=True)
 def det(A: Tensor, *, out: Tensor | None = None) -> Any:
     """By factors without zeros: [*,i,i] -> [*]. Where one is zero, autograd gives torch's op (2.13) a gradient of zeros.
 
@@ -126,7 +130,7 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Any:
     return torch.where((diagonal == 0).any(-1), value - value.detach(), value)
 
 
-@decomposition(*DETERMINANTS, need=DIFFERENTIATED, misderived=True)
+@decomposition(*_DETERMINANTS, need=DIFFERENTIATED, misderived=True)
 def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
     """With right derivatives up to the third for all matrices: [*,i,i] -> [*].
 
@@ -424,3 +428,52 @@ if hasattr(F, "linear_cross_entropy"):  # torch >= 2.13
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Any:
     """With an index of no dimensions: the output keeps `dim`, with size one, where vmap drops it or takes other entries."""
     return torch.index_select(input, dim, index.reshape(1)) if index.ndim == 0 and input.ndim else NotImplemented
+
+
+# With `include_self=False` torch (2.13) shares the gradient of a largest or smallest entry out to an equal one of the input, which is not
+# among those that are compared, and drops that share: of zeros into which positive numbers are scattered, say, and zeros.
+_WORST = {"amax": -math.inf, "amin": math.inf}
+
+
+def _is_replaced(input: Tensor, reduce: str, include_self: bool, out: Any = None) -> bool:
+    return not include_self and reduce in _WORST and input.is_floating_point() and out is None
+
+
+@decomposition(torch.scatter_reduce, Tensor.scatter_reduce, everywhere=True)
+def scatter_reduce(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True, out: Tensor | None = None
+) -> Any:
+    """Of an input whose replaced entries lose to all others."""
+    if not _is_replaced(input, reduce, include_self, out):
+        return NotImplemented
+    replaced = torch.zeros(input.shape, dtype=torch.bool, device=input.device).scatter(dim, index, True)
+    return torch.scatter_reduce(torch.where(replaced, _WORST[reduce], input), dim, index, src, reduce)
+
+
+@decomposition(torch.index_reduce, Tensor.index_reduce, everywhere=True)
+def index_reduce(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True, out: Tensor | None = None
+) -> Any:
+    """The same."""
+    if not _is_replaced(input, reduce, include_self, out):
+        return NotImplemented
+    return torch.index_reduce(input.index_fill(dim, index, _WORST[reduce]), dim, index, source, reduce)
+
+
+def _into_input(op: Any, replaced: Any) -> None:
+    @decomposition(op, everywhere=True)
+    def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The same of a copy, written back."""
+        output = replaced(input.clone(), *args, **kwargs)
+        return output if output is NotImplemented else input.copy_(output)
+
+
+_into_input(Tensor.scatter_reduce_, scatter_reduce)
+
+
+@decomposition(Tensor.index_reduce_, everywhere=True)
+def index_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The same; vmap runs all calls in place sample by sample."""
+    copy = input.clone()
+    output = index_reduce(copy, *args, **kwargs)
+    return input.copy_(torch.index_reduce(copy, *args, **kwargs) if output is NotImplemented else output)
