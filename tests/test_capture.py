@@ -1376,6 +1376,25 @@ def test_extremes_of_others_that_are_equal_to_what_they_replace(name, method, si
     assert_trees_close(psg.per_sample_grad(by(REDUCED[name]), method=method)(params, x), loop_grad(by(reduced_by_rows))(params, x))
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
+@given(shape=st.lists(st.integers(0, 3), max_size=2), n=st.sampled_from([0, 1, 3]), seed=st.integers(0, 99))
+def test_radii_of_zero(method, shape, n, seed, device):
+    torch.manual_seed(seed)
+    params = {"r": torch.randint(2, shape, device=device).double(), "angle": torch.randn(shape, device=device)}
+    x = 1 + torch.rand(n, device=device)
+
+    def by(op):
+        def fn(p, x):
+            scale = x.reshape((*x.shape, *(1,) * len(shape)))
+            output = op(p["r"] * scale, p["angle"]) * (1 - 2j)
+            return output.real.exp().reshape((*x.shape, -1)).sum(-1)
+
+        return fn
+
+    written_out = lambda r, angle: torch.complex(r * angle.cos(), r * angle.sin())  # noqa: E731
+    assert_trees_close(psg.per_sample_grad(by(torch.polar), method=method)(params, x), loop_grad(by(written_out))(params, x))
+
+
 def by_rows(index, dim, like):
     """An index of rows along `dim`, expanded along all other dimensions."""
     return index.reshape([-1 if d == dim % like.ndim else 1 for d in range(like.ndim)]).expand(

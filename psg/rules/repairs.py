@@ -477,3 +477,11 @@ def index_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     copy = input.clone()
     output = index_reduce(copy, *args, **kwargs)
     return input.copy_(torch.index_reduce(copy, *args, **kwargs) if output is NotImplemented else output)
+
+
+@decomposition(torch.polar, everywhere=True)
+def polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
+    """From the real and the imaginary part. Where the radius is zero, torch (2.13) takes the direction of its result, which is zero too."""
+    if out is not None or abs.dtype != angle.dtype or not abs.is_floating_point():
+        return NotImplemented
+    return torch.complex(abs * angle.cos(), abs * angle.sin())
