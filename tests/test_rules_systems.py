@@ -238,3 +238,41 @@ def test_reflections_under_autocast(device):
     expected = loop_value_and_grad(fn)(w, x)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         assert_trees_close(psg.per_sample_value_and_grad(fn)(w, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "batch"])
+@given(
+    size=st.integers(0, 4),
+    columns=st.integers(0, 3),
+    batch=st.sampled_from([(), (2,)]),
+    upper=st.booleans(),
+    inverse=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.complex128]),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_the_triangle_of_a_cholesky_factor_that_is_not_read(method, size, columns, batch, upper, inverse, dtype, n, seed, device):
+    """Has no gradient, as in torch it has."""
+    torch.manual_seed(seed)
+    factor = torch.randn(*batch, size, size, dtype=dtype, device=device) + 4 * torch.eye(size, device=device)
+    params = {"L": factor, "B": torch.randn(size, columns, dtype=dtype, device=device)}
+
+    def solved(B, L, upper):
+        A = L.triu().mH @ L.triu() if upper else L.tril() @ L.tril().mH
+        return torch.linalg.inv(A) @ B
+
+    def inverted(L, upper):
+        return solved(torch.eye(size, dtype=dtype, device=device), L, upper)
+
+    def by(solve, invert):
+        def fn(p, x):
+            of_samples = p["L"] if method == "batch" else p["L"] * x
+            output = invert(of_samples, upper) if inverse else solve(p["B"], of_samples, upper)
+            return x * (output * (1 - 2j)).sum().real
+
+        return fn
+
+    x = 1 + torch.rand(n, device=device)
+    found = psg.per_sample_grad(by(torch.cholesky_solve, torch.cholesky_inverse), method=method)(params, x)
+    assert_trees_close(found, loop_grad(by(solved, inverted))(params, x))

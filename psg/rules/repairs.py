@@ -485,3 +485,18 @@ def polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
     if out is not None or abs.dtype != angle.dtype or not abs.is_floating_point():
         return NotImplemented
     return torch.complex(abs * angle.cos(), abs * angle.sin())
+
+
+@decomposition(torch.cholesky_solve, Tensor.cholesky_solve, everywhere=True)
+def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False, *, out: Tensor | None = None) -> Any:
+    """By two triangular systems: torch (2.13) gives gradients to the other triangle of the factor, which it does not read."""
+    if out is not None or input.dtype != input2.dtype:
+        return NotImplemented
+    solved = torch.linalg.solve_triangular(input2.mH if upper else input2, input, upper=False)
+    return torch.linalg.solve_triangular(input2 if upper else input2.mH, solved, upper=True)
+
+
+@decomposition(torch.cholesky_inverse, Tensor.cholesky_inverse, everywhere=True)
+def cholesky_inverse(input: Tensor, upper: bool = False, *, out: Tensor | None = None) -> Any:
+    """The same of the identity."""
+    return cholesky_solve(torch.eye(input.shape[-1], dtype=input.dtype, device=input.device), input, upper, out=out)
