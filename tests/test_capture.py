@@ -1395,6 +1395,15 @@ def test_radii_of_zero(method, shape, n, seed, device):
     assert_trees_close(psg.per_sample_grad(by(torch.polar), method=method)(params, x), loop_grad(by(written_out))(params, x))
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4.5])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_renorm_of_numbers_whose_powers_are_zero(columns, p, device):
+    w = torch.tensor([1e-200, 1e-120, 2.0, 0.0], device=device)[:, None] * torch.tensor([1.0, -0.5], device=device)[:columns]
+    fn = lambda w, x: ((w * x).renorm(p, 0, 1.0) * x).sum()  # noqa: E731
+    x = torch.rand(3, columns, device=device)
+    assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+
+
 def by_rows(index, dim, like):
     """An index of rows along `dim`, expanded along all other dimensions."""
     return index.reshape([-1 if d == dim % like.ndim else 1 for d in range(like.ndim)]).expand(

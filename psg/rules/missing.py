@@ -390,6 +390,8 @@ def _renorm(input: Tensor, p: float, dim: int, maxnorm: float, **others: Any) ->
         return NotImplemented  # torch raises its own error
     dims = [d for d in range(input.ndim) if d != dim % input.ndim]
     norm = torch.linalg.vector_norm(input, p, dims, keepdim=True)
+    # Of the others the norm has no derivative, which rounding can make NaN: powers of small numbers are zero.
+    norm = torch.linalg.vector_norm(torch.where(norm > maxnorm, input, 0), p, dims, keepdim=True)
     return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1)
 
 
