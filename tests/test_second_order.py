@@ -594,6 +594,49 @@ def test_determinants_of_integers(method, size, shared, n, seed, device):
     assert_trees_close(found, loop_grad(fn(expanded))(w, x), atol=1e-11)
 
 
+def sine_series(x):
+    """sin(pi x) / (pi x), where x is small."""
+    square, series = (torch.pi * x).square(), 1
+    for k in range(60, 0, -2):
+        series = 1 - series * square / (k * (k + 1))
+    return series
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((slopes_of_one, method) for method in ("auto", "vmap", "loop")),
+        *((recorded_slopes_of_one, method) for method in ("auto", "loop")),
+        *((second_tangents_of_one, method) for method in ("auto", "vmap", "loop")),
+    ],
+)
+@given(
+    entries=st.lists(st.sampled_from([0.0, -0.0, 1e-9, -1e-8, 1e-5, 0.1, 0.159, -0.16, 0.7, 1.0, -1.5]), max_size=3),
+    dtype=st.sampled_from([torch.float64, torch.complex128]),
+    n=st.sampled_from([0, 1, 3]),
+)
+@settings(max_examples=20)
+def test_sinc_near_zero(kind, method, entries, dtype, n, device):
+    w, x = torch.tensor(entries, dtype=dtype, device=device), 0.5 + torch.rand(n, 1, device=device)
+
+    def by(op):
+        return lambda w, x: kind(w * x, torch.ones_like(w), op)
+
+    # Half of the digits: torch's first derivative next to zero has no more.
+    assert_trees_close(psg.per_sample_grad(by(torch.sinc), method=method)(w, x), loop_grad(by(sine_series))(w, x), atol=1e-7)
+
+
+def test_penalties_on_norms_through_sinc(device):
+    def penalty(op, method):
+        w = torch.tensor([0.0, 0.3], device=device, requires_grad=True)
+        norms = psg.per_sample_norm(lambda w, x: (op(w * x) + w).square().sum(), method=method)(w, x)
+        return torch.autograd.grad(norms.sum(), w)
+
+    x = torch.rand(3, 2, device=device)
+    for method in ("auto", "vmap", "loop"):
+        assert_trees_close(penalty(torch.sinc, method), penalty(sine_series, "loop"))
+
+
 def test_vectors_that_solve_refuses_are_refused_in_transforms(device):
     fn = lambda w, x: torch.func.grad(lambda w: torch.linalg.solve(w, x, left=False).sum())(w).sum()  # noqa: E731
     with pytest.raises(RuntimeError, match="Incompatible shapes of A and B"):

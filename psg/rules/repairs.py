@@ -500,3 +500,17 @@ def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False, *, out: T
 def cholesky_inverse(input: Tensor, upper: bool = False, *, out: Tensor | None = None) -> Any:
     """The same of the identity."""
     return cholesky_solve(torch.eye(input.shape[-1], dtype=input.dtype, device=input.device), input, upper, out=out)
+
+
+@decomposition(torch.sinc, Tensor.sinc, torch.special.sinc, need=DIFFERENTIATED, misderived=True)
+def sinc(input: Tensor, *, out: Tensor | None = None) -> Any:
+    """Next to zero by its series: torch's second derivative is NaN at zero, and near it differences of nearly equal numbers."""
+    if out is not None or not (input.is_floating_point() or input.is_complex()):
+        return NotImplemented
+    angle = math.pi * widen(input)
+    near = angle.detach().abs() < 0.5
+    square, series = torch.where(near, angle, 0).square(), 1
+    for k in range(14, 0, -2):
+        series = 1 - series * square / (k * (k + 1))
+    angle = torch.where(near, 1, angle)
+    return torch.where(near, series, angle.sin() / angle).to(input.dtype)
