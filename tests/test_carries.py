@@ -828,6 +828,47 @@ def test_views_of_a_parameter(name, n, device):
         assert all(isinstance(term, Views) for term in (factor.terms if isinstance(factor, Sum) else [factor]))
 
 
+@given(
+    n=st.sampled_from([0, 1, 3]),
+    shape=st.tuples(*[st.integers(1, 4)] * 3),
+    orders=st.tuples(*[st.permutations(range(3))] * 3),
+    positions=st.sampled_from([1, 3]),
+    first=st.booleans(),
+)
+def test_products_of_stacks_whose_dimensions_change_places(device, n, shape, orders, positions, first):
+    """As in monarch and butterfly matrices."""
+    stack = [torch.empty(shape).permute(orders[0]).permute(orders[1]).shape[dim] for dim in (0, 2)]
+
+    def fn(p, x):
+        w = p["w"].permute(orders[0]).permute(orders[1]) @ p["m"]
+        w = w.permute(orders[2]) * 2
+        return score(F.linear(x[:, : w[0].numel() if first else w.shape[2]], w.flatten(1) if first else w.flatten(0, 1)))
+
+    params = {"w": torch.randn(shape, device=device), "m": torch.randn(*stack, 2, device=device)}
+    assert_agrees(Problem(fn, (params, torch.randn(n, positions, 16, device=device))))
+
+
+STACKS = {
+    "monarch": lambda p, eye: p["l"] @ (p["r"] @ eye.view(4, 8, 32)).transpose(0, 1).reshape(4, 8, 32),
+    "monarch, transposed": lambda p, eye: (
+        (eye.view(32, 4, 8).transpose(0, 1) @ p["r"].mT).transpose(0, 1).mT.transpose(0, 1) @ p["l"].view(8, 8, 4)[:, :4].mT
+    ).permute(1, 2, 0),
+    "butterfly": lambda p, eye: (
+        p["l"] @ (p["r"] @ eye.view(8, 4, 32).transpose(0, 1)).view(4, 2, 4, 32).permute(1, 0, 2, 3).reshape(4, 8, 32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_no_gradient_of_a_weight_whose_dimensions_change_places_is_materialized(name, device, monkeypatch):
+    def fn(p, x):
+        return score(F.linear(x, STACKS[name](p, torch.eye(32, device=device)).reshape(32, 32)))
+
+    params = {key: torch.randn(4, 8, 8, device=device) for key in "lr"}
+    monkeypatch.setattr(Views, "materialize", None)
+    factored(Problem(fn, (params, torch.randn(3, 1, 32, device=device))))
+
+
 def test_derivations_compiled(device):
     def fn(p, x):
         for w in p["stack"].unbind():

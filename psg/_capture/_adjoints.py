@@ -15,7 +15,7 @@ from psg._capture._exponential import pulled, sides_of
 from psg._capture._steps import run_pullable
 from psg._torch import _functorch
 from psg.factors import Conv, Dense, Expanded, Factor, Outer, Region, Routed, Rows, Scaled, Views
-from psg.factors._einsum import Labels, of_operand
+from psg.factors._einsum import Labels, of_operand, permuted
 from psg.factors._maps import (
     Scale,
     added_up,
@@ -442,9 +442,12 @@ def _diagonal(output: Tensor, input: Any, offset: int = 0, dim1: int = 0, dim2: 
 
 def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     """Views of some of the entries, or of all of them in another order."""
-    if input.ndim == 2 and not input.is_contiguous() and input.mT.is_contiguous():
-        return [(input, lambda factor, carry=carry: _turned(carry(factor))) for _, carry in _part(output, input.mT)]
-    of_input = output.numel() > 0 and input.is_contiguous() and _functorch.memory_of(output) == _functorch.memory_of(input)
+    if not input.is_contiguous():
+        order = sorted(range(input.ndim), key=lambda dim: -input.stride(dim))
+        whole, back = input.permute(order), [order.index(dim) for dim in range(input.ndim)]
+        carries = _part(output, whole) if whole.is_contiguous() else []
+        return [(input, lambda factor, carry=carry: _reordered(carry(factor), back)) for _, carry in carries]
+    of_input = output.numel() > 0 and _functorch.memory_of(output) == _functorch.memory_of(input)
     if not of_input or any(stride == 0 and size > 1 for size, stride in zip(output.shape, output.stride(), strict=True)):
         return []
     region = Region(tuple(output.shape), tuple(output.stride()), int(output.storage_offset() - input.storage_offset()))
@@ -456,13 +459,17 @@ def _part(output: Tensor, input: Any, *_: Any, **__: Any) -> SideCarries:
     is_permuted = of_one == of_other
 
     def carry(factor: Factor) -> Factor | None:
-        if isinstance(factor, Dense) and is_permuted:
-            return Dense(factor.values.permute(0, *(1 + dim for dim in order)).reshape(factor.n, *input.shape))
+        if is_permuted:
+            return reshaped(permuted(factor, order), input.shape)
         found = placed(factor, region, input.shape)
         is_small = isinstance(found, Views) and found.is_small_part
         return None if isinstance(factor, Dense) and not is_small else found
 
     return [(input, carry)]
+
+
+def _reordered(factor: Factor | None, order: Sequence[int]) -> Factor | None:
+    return None if factor is None else permuted(factor, order)
 
 
 def _indexed(output: Tensor, input: Any, index: Any) -> SideCarries:

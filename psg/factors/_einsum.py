@@ -9,10 +9,10 @@ from torch import Tensor
 
 from psg._hardware import _machine
 from psg.factors._base import Dense, Factor
-from psg.factors._maps import reshaped
+from psg.factors._maps import placed, reshaped, transposed
 from psg.factors._outer import Outer
 from psg.factors._scaled import Expanded
-from psg.factors._views import Views
+from psg.factors._views import Region, Views, strides_of
 
 Labels = Sequence[str]
 
@@ -52,6 +52,25 @@ def of_operand(factor: Factor, output: Labels, others: Sequence[Operand], own: L
     return Expanded(made.materialize().reshape(made.n, *small), shape)
 
 
+def permuted(factor: Factor, order: Sequence[int]) -> Factor:
+    """The gradient with its dimensions in this order."""
+    if isinstance(factor, Dense):
+        return Dense(factor.values.permute(0, *(1 + dim for dim in order)))
+    turned = transposed(factor) if list(order) == [1, 0] else None
+    if turned is not None:
+        return turned
+    shape, labels = torch.Size([factor.shape[dim] for dim in order]), [f"{dim}" for dim in range(len(order))]
+    found = [labels[dim] for dim, size in zip(order, shape, strict=True) if size > 1]
+    sides = _sides_of(factor, labels)
+    for pair in (sides, sides[::-1]) if sides is not None else ():
+        own = [[label for label in found if label in side.labels] for side in pair]
+        if [*own[0], *own[1]] == found:  # those of one side follow those of the other
+            left, right = (side.product(kept).unsqueeze(2).flatten(2) for side, kept in zip(pair, own, strict=True))
+            return reshaped(Outer(left, right), shape)
+    strides = dict(zip(order, strides_of(shape), strict=True))
+    return placed(factor, Region(tuple(factor.shape), tuple(strides[dim] for dim in range(len(order))), 0), shape)
+
+
 def _made(factor: Factor, output: Labels, others: Sequence[Operand], found: Labels, sizes: dict[str, int]) -> Factor | None:
     if isinstance(factor, Dense):
         return Dense(_einsum([([_SAMPLE, *output], factor.values), *others], [_SAMPLE, *found]))
@@ -64,13 +83,13 @@ def _made(factor: Factor, output: Labels, others: Sequence[Operand], found: Labe
     first, last = ([label for label in found if label in side.labels] for side in (left, right))
     positions, rows, columns = count * _volume(shared, sizes), _volume(first, sizes), _volume(last, sizes)
     is_smaller = positions * (rows + columns) < rows * columns and not set(first).intersection(last)
-    if is_smaller and found in ([*first, *last], [*last, *first]):
+    if is_smaller:
         made = Outer(
             left.product([*shared, *first]).reshape(factor.n, positions, rows),
             right.product([*shared, *last]).reshape(factor.n, positions, columns),
         )
-        made = made if [*first, *last] == found else Outer(made.right, made.left)
-        return reshaped(made, torch.Size([sizes[label] for label in found]))
+        order = [*first, *last]
+        return permuted(reshaped(made, torch.Size([sizes[label] for label in order])), [order.index(label) for label in found])
     work += _volume({*left.labels, *right.labels}, sizes)
     if _is_cheaper_dense(factor, left, right, 2 * count * work, output, others, sizes):
         return None  # to be materialised, then the case above
@@ -106,7 +125,10 @@ class _Side(NamedTuple):
 
 
 def _sides_of(factor: Factor, output: Labels) -> tuple[_Side, _Side] | None:
-    """Both sides of an Outer, perhaps in another shape, each with the labels of its dimensions."""
+    """Both sides of an Outer, perhaps in another shape or with its dimensions in another order, each with the labels of its dimensions."""
+    if isinstance(factor, Views) and not factor.is_reshaped:
+        order = factor.order
+        return None if order is None else _sides_of(factor.factors[0], [output[dim] for dim in order])
     outer = factor.factors[0] if isinstance(factor, Views) and factor.is_reshaped else factor
     if not isinstance(outer, Outer):
         return None

@@ -172,6 +172,16 @@ class Views(Additive):
         return len(self.regions) == 1 and region.stride == strides_of(size) and size.numel() == self.shape.numel()
 
     @property
+    def order(self) -> list[int] | None:
+        """Which dimension of the parameter each of the view's is, if there is one view, of all dimensions in another order."""
+        region, *others = self.regions
+        own, wanted = _dims(self.shape, strides_of(self.shape)), _dims(region.size, region.stride)
+        if others or sorted(own) != sorted(wanted):
+            return None
+        left = list(range(len(own)))
+        return [left.pop([own[dim] for dim in left].index(found)) for found in wanted]
+
+    @property
     def is_made_anew(self) -> bool:
         return self.factors[0].is_made_anew if self.is_reshaped else True
 
@@ -197,6 +207,11 @@ class Views(Additive):
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
+
+
+def _dims(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """The size and the stride of each dimension, where it has any meaning."""
+    return [(size, stride if size > 1 else 0) for size, stride in zip(sizes, strides, strict=True)]
 
 
 def _added_up(values: Iterable[Tensor]) -> Tensor:
