@@ -869,6 +869,34 @@ def test_no_gradient_of_a_weight_whose_dimensions_change_places_is_materialized(
     factored(Problem(fn, (params, torch.randn(3, 1, 32, device=device))))
 
 
+PERMUTED = {
+    "indexed": lambda w, order: w.flatten()[order],
+    "gathered": lambda w, order: w.reshape(1, -1).gather(1, order[None]),
+    "taken": lambda w, order: (2 * w).take(order),
+    "one twice": lambda w, order: w.flatten()[torch.cat([order[:1], order[:-1]])],
+    "permuted twice": lambda w, order: w.flatten()[order].take(order),
+}
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+@given(
+    n=st.sampled_from([0, 1, 3]), shape=st.tuples(st.integers(1, 4), st.integers(1, 4)), positions=st.sampled_from([1, 3]), data=st.data()
+)
+def test_weights_that_have_all_entries_of_another_in_another_order(name, device, n, shape, positions, data):
+    order = torch.tensor(data.draw(st.permutations(range(math.prod(shape)))), device=device)
+    fn = lambda w, x: score(F.linear(x, PERMUTED[name](w, order).view(shape)))  # noqa: E731
+    w, x = torch.randn(shape, device=device), torch.randn(n, positions, shape[1], device=device)
+    assert_agrees(Problem(fn, (w, x)))
+
+
+@pytest.mark.parametrize("name", sorted(set(PERMUTED) - {"one twice"}))
+def test_their_gradients_are_not_materialized(name, device):
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(device)
+    fn = lambda w, x: score(F.linear(x, PERMUTED[name](w, order).view(8, 8)))  # noqa: E731
+    if device.type == "cpu":  # elsewhere the order would have to be waited for
+        assert type(factored(Problem(fn, (torch.randn(8, 8, device=device), torch.randn(3, 1, 8, device=device))))) is Views
+
+
 def test_derivations_compiled(device):
     def fn(p, x):
         for w in p["stack"].unbind():

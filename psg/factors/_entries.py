@@ -69,7 +69,10 @@ class Entries(Factor):
         """The factor with zero in the entries that nothing was written from: its norm is this gradient's."""
         entries = torch.zeros(self.factor.shape.numel(), dtype=wide(self.dtype), device=self.device)
         entries = entries.index_add(0, shared, torch.ones_like(shared, dtype=entries.dtype)).reshape(self.factor.shape)
-        if not _functorch.can_read_now(entries) or (entries > 1).any():
+        is_read = _functorch.can_read_now(entries)
+        if is_read and (entries == 1).all():
+            return self.factor
+        if not is_read or (entries > 1).any():
             entries = entries.sqrt()
         terms = self.factor.terms if isinstance(self.factor, Sum) else [self.factor]
         masked = [scaled_by(term, entries) for term in terms]

@@ -484,9 +484,19 @@ def scattered(factor: Factor, index: Tensor, num_rows: int) -> Factor | None:
 def _scattered_in_parts(factor: Factor, index: Tensor, num_rows: int) -> Factor:
     if len(index) < num_rows:
         return Rows(index.expand(factor.n, -1), factor.materialize(), num_rows)
+    places = _inverse(index) if factor.shape[1] == 1 and len(index) == num_rows and _functorch.is_known_for_good(index) else None
+    own = None if places is None else read_at(factor, places)
+    if own is not None:
+        return reshaped(own, factor.shape)
     # Added up while they are in the cache: of entries that are read again and again the sums are smaller.
     parts = [factor.materialize()] if _functorch.is_traced() else factor.parts(chunks=1)
     return Dense(torch.cat([_added_rows(part, index, num_rows) for part in parts]))
+
+
+def _inverse(index: Tensor) -> Tensor | None:
+    """Where each integer from 0 on is, in an index of as many; None if one is missing."""
+    places = torch.full_like(index, -1).scatter(0, index, torch.arange(len(index), device=index.device, dtype=index.dtype))
+    return None if (places < 0).any() else places
 
 
 def _added_rows(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
