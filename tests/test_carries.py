@@ -869,6 +869,33 @@ def test_no_gradient_of_a_weight_whose_dimensions_change_places_is_materialized(
     factored(Problem(fn, (params, torch.randn(3, 1, 32, device=device))))
 
 
+@given(
+    n=st.sampled_from([0, 1, 3]),
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    rank=st.integers(1, 20),
+    name=st.sampled_from(["pinv", "hermitian", "pinverse"]),
+    positions=st.sampled_from([1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_pseudoinverses(device, n, shape, rank, name, positions, seed):
+    def fn(w, x):
+        if name == "hermitian":
+            made = torch.linalg.pinv(w @ w.T, rtol=1e-6, hermitian=True)
+        else:
+            made = torch.pinverse(w, 1e-6) if name == "pinverse" else torch.linalg.pinv(w, rtol=1e-6)
+        return score(F.linear(x[:, : made.shape[1]], made))
+
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.linalg.qr(torch.randn(size, min(rank, *shape), generator=generator))[0] for size in shape)
+    w = (left @ right.T).to(device)  # whose singular values are zero or one
+    assert_agrees(Problem(fn, (w, torch.randn(n, positions, 20, device=device))))
+
+
+def test_the_gradient_of_a_pseudoinverse_is_not_materialized(device):
+    fn = lambda w, x: score(F.linear(x, torch.linalg.pinv(w)))  # noqa: E731
+    assert type(factored(Problem(fn, (torch.randn(16, 8, device=device), torch.randn(3, 1, 16, device=device))))) is Outer
+
+
 PERMUTED = {
     "indexed": lambda w, order: w.flatten()[order],
     "gathered": lambda w, order: w.reshape(1, -1).gather(1, order[None]),

@@ -251,6 +251,24 @@ def _inv(output: Tensor, A: Any) -> SideCarries:
     return [(A, carry)]
 
 
+def _pinv(output: Tensor, A: Any, *_: Any, **__: Any) -> SideCarries:
+    # -P^T G P^T + (I - A P) G^T P P^T + P^T P G^T (I - P A), with P the pseudoinverse, as in torch: while the rank of A stays the same
+    if A.ndim != 2:
+        return []
+
+    def carry(factor: Factor) -> Factor | None:
+        product, dtype = as_product(factor), factor.dtype
+        if product is None or 3 * product.positions * sum(A.shape) >= A.numel():
+            return None
+        a, p = A.detach().to(dtype), output.detach().to(dtype)
+        left, right = product.left, product.right
+        to_rows, to_columns = left @ p, right @ p.mT
+        lefts = -to_rows, right - to_columns @ a.mT, to_columns @ p
+        return Outer(torch.cat(lefts, 1), torch.cat((to_columns, to_rows @ p.mT, left - to_rows @ a), 1))
+
+    return [(A, carry)]
+
+
 def _matrix_exp(output: Tensor, A: Any) -> SideCarries:
     if A.ndim != 2 or not A.is_cpu:  # reading its size would wait for an accelerator
         return []
@@ -650,6 +668,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "kron": _kron,
     "tensordot": _tensordot,
     **dict.fromkeys(("linalg_inv", "inverse"), _inv),
+    **dict.fromkeys(("linalg_pinv", "pinverse"), _pinv),
     **dict.fromkeys(("linalg_matrix_exp", "matrix_exp"), _matrix_exp),
     "linalg_solve": _solve,
     "linalg_solve_triangular": _solve_triangular,

@@ -9,7 +9,11 @@ from psg._capture._steps import POINTWISE, REDUCING
 from psg._torch._cached import cached
 from psg._torch._ops import draws, is_torchs, name_of
 
-_SLOW = frozenset("kron tensordot repeat_interleave block_diag index_add scatter_add scatter_reduce _sparse_mm constant_pad_nd".split())
+_SLOW = frozenset(
+    """
+    kron tensordot repeat_interleave block_diag index_add scatter_add scatter_reduce _sparse_mm constant_pad_nd linalg_pinv pinverse
+    """.split()
+)
 """Ops with an adjoint that are several ops under vmap."""
 
 _SIMPLE = frozenset({*ADJOINTS, *POINTWISE, *REDUCING} - _SLOW) | frozenset(
@@ -34,7 +38,7 @@ _DERIVING = _SIMPLE.union(
     adaptive_avg_pool1d adaptive_avg_pool2d glu _weight_norm detach fake_quantize_per_channel_affine gt ge lt le eq ne __gt__ __ge__ __lt__
     __le__ __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite max min argmax argmin inner addmv addr baddbmm cross trace
     bool byte char short int long diff matrix_power matrix_exp linalg_matrix_exp mH H adjoint linalg_solve linalg_solve_triangular
-    linalg_inv inverse pinverse linalg_pinv
+    linalg_inv inverse
     linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet linalg_householder_product orgqr fft_hfft fft_ihfft fft_fftshift
     fft_ifftshift stft istft fix igamma igammac special_zeta special_round special_softmax special_log_softmax special_logsumexp softmin
     _threshold prelu layer_norm group_norm instance_norm rms_norm local_response_norm cosine_similarity pairwise_distance pdist dist renorm
