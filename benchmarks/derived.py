@@ -418,6 +418,32 @@ def reflections(layer: nn.Module) -> Tensor:
     return torch.linalg.householder_product(vectors, 2 / (1 + vectors.square().sum(0))).mT
 
 
+class Monarch(nn.Module):
+    """A product of two block-diagonal matrices, with the inputs of the second in another order. Dao et al., "Monarch: Expressive Structured
+    Matrices for Efficient and Accurate Training", 2022."""
+
+    def __init__(self, blocks: int = 16) -> None:
+        super().__init__()
+        self.size = blocks, WIDTH // blocks, WIDTH
+        self.first, self.second = (nn.Parameter(torch.randn(blocks, *[self.size[1]] * 2) / math.sqrt(self.size[1])) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first @ torch.eye(WIDTH, dtype=x.dtype, device=x.device).view(self.size)
+        return F.linear(x, (self.second @ rows.transpose(0, 1).reshape(self.size)).view(WIDTH, WIDTH))
+
+
+class Shuffled(nn.Module):
+    """A square layer whose weight is another matrix with its entries in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.register_buffer("order", torch.randperm(WIDTH**2).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.flatten()[self.order])
+
+
 def computed(make: Callable[[nn.Module], Tensor], outputs: int) -> Callable[[], Problem]:
     def problem() -> Problem:
         layers = Linear(INPUTS, outputs, make), nn.Tanh(), nn.Linear(outputs, CLASSES)
@@ -466,6 +492,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "sparse_update": square(sparse_update),
     "hashed": square(hashed),
     "toeplitz": square(toeplitz),
+    "monarch": square(Monarch),
+    "shuffled": square(Shuffled),
+    "pseudoinverse": computed(lambda layer: torch.linalg.pinv(layer.weight).mT, INPUTS // 2),
     "orthogonal": square(lambda: Linear(WIDTH, WIDTH, orthogonal)),
     "inverted": square(Inverted),
     "exponential": computed(exponential, INPUTS),
