@@ -707,6 +707,22 @@ def test_checkpointed_misderived_ops_run_as_they_are(pair, wide_setting):
     assert_trees_close([leaf.grad for leaf in leaves.values()], list(by_torch(params, x)), per_sample=False)
 
 
+def test_gradients_of_checkpointed_determinants(device):
+    """In the loop, too, which runs them again as in the forward pass."""
+    w, x = torch.tensor([[1.0, -1, 2], [1, -1, 3], [0, 0, 0]], device=device), 1 + torch.rand(2, 1, 1, device=device)
+    w = torch.block_diag(w, torch.eye(2, device=device))
+
+    def fn(op):
+        return lambda w, x: checkpoint(lambda w: op(w * x).exp(), w, use_reentrant=False)
+
+    for method in ("auto", "loop"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", psg.FallbackWarning)
+            found = psg.per_sample_grad(fn(torch.linalg.det), method=method)(w, x)
+        assert_trees_close(found, loop_grad(fn(expanded))(w, x), atol=1e-11)
+    assert_trees_close(loop_grad(fn(torch.linalg.det))(w, x), loop_grad(fn(expanded))(w, x), atol=1e-11)
+
+
 class Swish(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -206,9 +206,12 @@ class Repaired(TorchFunctionMode):
             but not in checkpointed parts of fn: these may run again after the call has ended, when nothing decomposes them.
 
     Attributes:
+        history: Whether the gradients get a history. Then checkpointed parts may run again, as torch's ops, after the call has ended.
         is_misderived: Whether fn itself has differentiated gradients, after such an op had run undecomposed: fn must run again, with
             `differentiated`.
     """
+
+    history = False
 
     def __init__(self, differentiated: bool = False) -> None:
         super().__init__()
@@ -243,7 +246,8 @@ class Repaired(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return _kernels.run(func, args, kwargs)
+        kept = self.history and _autograd.saved_tensor_hooks() != self.hooks
+        return (_kernels.run_whole if kept else _kernels.run)(func, args, kwargs)
 
 
 class LoopGuard(Repaired, Looking):
@@ -253,14 +257,16 @@ class LoopGuard(Repaired, Looking):
         call: The call.
         own: The leaves that fn is given.
         differentiated: As `Repaired` takes it.
+        history: Whether the gradients get a history.
 
     Attributes:
         recorded_ids: The ids of the tensors that were given to ops while autograd was on.
         other_ids: The ids of those that were given to other ops.
     """
 
-    def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False) -> None:
+    def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False, history: bool = False) -> None:
         super().__init__(differentiated)
+        self.history = history
         self.outside = call.outside
         self.level = _functorch.current_level()
         self.tracers = _functorch.Tracers()

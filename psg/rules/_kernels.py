@@ -24,12 +24,15 @@ from psg.rules.leaks import UPDATING
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op of fn's, with the workarounds. The output's values and memory layout are torch's own."""
+    output = written_out(func, args, kwargs)
+    return run_whole(func, args, kwargs) if output is NotImplemented else output
+
+
+def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, not written out as other ops."""
     if func in RECURRENT and not _ambient.autocast():  # torch's own kernels do not take the dtypes that autocast makes
         with _ambient.without_cudnn:
             return func(*args, **kwargs)
-    output = written_out(func, args, kwargs)
-    if output is not NotImplemented:
-        return output
     output = run_without_gaps(func, args, kwargs)
     if func not in BATCH_NORMS:
         return output
