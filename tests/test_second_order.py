@@ -707,6 +707,17 @@ def test_checkpointed_misderived_ops_run_as_they_are(pair, wide_setting):
     assert_trees_close([leaf.grad for leaf in leaves.values()], list(by_torch(params, x)), per_sample=False)
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("kind", [gradients_of_one, tangents_of_one])
+def test_determinants_under_autocast(kind, method, device):
+    """Which leaves them as they are, and so must leave their parts."""
+    w, x = torch.randn(5, 5, dtype=torch.float32, device=device), 1 + torch.rand(3, 1, 1, dtype=torch.float32, device=device)
+    fn = lambda w, x: kind(w * x, torch.ones_like(w), torch.linalg.det)  # noqa: E731
+    expected = psg.per_sample_grad(fn, method=method)(w, x)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), expected)
+
+
 def test_gradients_of_checkpointed_determinants(device):
     """In the loop, too, which runs them again as in the forward pass."""
     w, x = torch.tensor([[1.0, -1, 2], [1, -1, 3], [0, 0, 0]], device=device), 1 + torch.rand(2, 1, 1, device=device)

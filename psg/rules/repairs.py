@@ -15,6 +15,10 @@ from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 from psg.rules.systems import lu_factors, takes_vectors
 
+_UNCAST = torch._C._DisableAutocast
+"""A context without autocast, which leaves some ops as they are, and would cast their parts."""
+
+
 # By sorting: along a dimension torch has no deterministic median on a GPU.
 
 
@@ -122,12 +126,13 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Any:
         return NotImplemented
     if A.shape[-1] <= 3:
         return _polynomial(A)
-    LU, pivots, _ = lu_factors(A.detach(), check_errors=False)
-    P, L, U = torch.lu_unpack(LU, pivots)
-    diagonal, largest = U.diagonal(dim1=-2, dim2=-1), U.abs().amax((-2, -1)).unsqueeze(-1)
-    error = A.shape[-1] * torch.finfo(A.dtype).eps * torch.where(largest == 0, 1, largest)
-    value = _product(*lu_factors(A + P @ L * torch.where(diagonal == 0, error, 0).unsqueeze(-2), check_errors=False))
-    return torch.where((diagonal == 0).any(-1), value - value.detach(), value)
+    with _UNCAST():
+        LU, pivots, _ = lu_factors(A.detach(), check_errors=False)
+        P, L, U = torch.lu_unpack(LU, pivots)
+        diagonal, largest = U.diagonal(dim1=-2, dim2=-1), U.abs().amax((-2, -1)).unsqueeze(-1)
+        error = A.shape[-1] * torch.finfo(A.dtype).eps * torch.where(largest == 0, 1, largest)
+        value = _product(*lu_factors(A + P @ L * torch.where(diagonal == 0, error, 0).unsqueeze(-2), check_errors=False))
+        return torch.where((diagonal == 0).any(-1), value - value.detach(), value)
 
 
 @decomposition(*_DETERMINANTS, need=DIFFERENTIATED, misderived=True)
@@ -142,13 +147,14 @@ def _det(A: Tensor, *, out: Tensor | None = None) -> Any:
     if A.shape[-1] <= 3:
         return _polynomial(A)
     constant = A.detach()
-    U, S, Vh = torch.linalg.svd(torch.where(constant.isfinite(), constant, 0))
-    turned = U.mH @ A @ Vh.mH
-    # Where more than three are zero, these derivatives are, and stay so to rounding with others in the place of the zeros.
-    least = torch.where(S == 0, torch.finfo(S.dtype).eps, 0)[..., :-3].diag_embed()
-    LU, pivots, _ = lu_factors(turned[..., :-3, :-3] + least, check_errors=False)
-    rest = turned[..., -3:, -3:] - turned[..., -3:, :-3] @ torch.linalg.lu_solve(LU, pivots, turned[..., :-3, -3:])
-    return _product(*lu_factors(U @ Vh, check_errors=False)) * _product(LU, pivots) * _polynomial(rest)
+    with _UNCAST():
+        U, S, Vh = torch.linalg.svd(torch.where(constant.isfinite(), constant, 0))
+        turned = U.mH @ A @ Vh.mH
+        # Where more than three are zero, these derivatives are, and stay so to rounding with others in the place of the zeros.
+        least = torch.zeros_like(S).masked_fill(S == 0, torch.finfo(S.dtype).eps)[..., :-3].diag_embed()
+        LU, pivots, _ = lu_factors(turned[..., :-3, :-3] + least, check_errors=False)
+        rest = turned[..., -3:, -3:] - turned[..., -3:, :-3] @ torch.linalg.lu_solve(LU, pivots, turned[..., :-3, -3:])
+        return _product(*lu_factors(U @ Vh, check_errors=False)) * _product(LU, pivots) * _polynomial(rest)
 
 
 def _sign_and_log(A: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -231,7 +237,7 @@ def householder_product(A: Tensor, tau: Tensor, *, out: Tensor | None = None) ->
     (rows, columns), count = A.shape[-2:], tau.shape[-1]
     if not rows >= columns >= count:
         return NotImplemented  # torch refuses it
-    with torch._C._DisableAutocast():  # which leaves the op as it is, and would cast its parts
+    with _UNCAST():
         eye = torch.eye(rows, columns, dtype=A.dtype, device=A.device)
         V, scale = A[..., :count].tril(-1) + eye[:, :count], tau.unsqueeze(-1)
         T = eye[:count, :count] + scale * (V.mH @ V).triu(1)
