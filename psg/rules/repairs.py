@@ -466,23 +466,18 @@ def index_reduce(
     return torch.index_reduce(input.index_fill(dim, index, _WORST[reduce]), dim, index, source, reduce)
 
 
-def _into_input(op: Any, replaced: Any) -> None:
-    @decomposition(op, everywhere=True)
-    def write(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The same of a copy, written back."""
-        output = replaced(input.clone(), *args, **kwargs)
-        return output if output is NotImplemented else input.copy_(output)
-
-
-_into_input(Tensor.scatter_reduce_, scatter_reduce)
+@decomposition(Tensor.scatter_reduce_, everywhere=True)
+def scatter_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The same, written back."""
+    output = scatter_reduce(input, *args, **kwargs)
+    return output if output is NotImplemented else input.copy_(output)
 
 
 @decomposition(Tensor.index_reduce_, everywhere=True)
 def index_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The same; vmap runs all calls in place sample by sample."""
-    copy = input.clone()
-    output = index_reduce(copy, *args, **kwargs)
-    return input.copy_(torch.index_reduce(copy, *args, **kwargs) if output is NotImplemented else output)
+    output = index_reduce(input, *args, **kwargs)
+    return input.copy_(torch.index_reduce(input.clone(), *args, **kwargs) if output is NotImplemented else output)
 
 
 @decomposition(torch.polar, everywhere=True)
