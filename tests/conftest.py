@@ -16,7 +16,7 @@ from seeding import seed
 from psg import _errors
 from psg._capture import _lifted
 from psg._hardware import _machine
-from psg.rules import products
+from psg.rules import loss, products
 
 torch.set_num_threads(1)
 
@@ -102,6 +102,7 @@ def as_large(monkeypatch):
     monkeypatch.setattr(_machine, "op_call", lambda device: 0)
     monkeypatch.setattr(_lifted, "_FEW_BYTES", 0)
     monkeypatch.setattr(products, "_SMALL_GRADIENTS", 0)
+    monkeypatch.setattr(loss, "_MANY_LOGITS", 0)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
+from psg.rules import loss
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad, tensors
 
 
@@ -55,6 +56,29 @@ def problems(draw):
 @given(problem=problems(), rules=each_rule)
 def test_cross_entropy(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
+
+
+@pytest.mark.parametrize("many", [True, False])
+@given(
+    n=st.integers(0, 4), rows=st.sampled_from([(), (1,), (3,)]), size=st.sampled_from([1.0, 30.0, 1e4]),
+    labels=st.sampled_from([torch.int64, torch.uint8]), reduction=REDUCTIONS, seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_many_logits_and_few(many, n, rows, size, labels, reduction, seed, device):
+    torch.manual_seed(seed)
+    w, x = torch.randn(5, 3, device=device), size * torch.randn(n, *rows, 3, device=device)
+    y = torch.randint(5, (n, *rows), device=device).to(labels)
+    if rows:
+        y[..., 1:] = 4  # is ignored: no sample ignores all its positions
+
+    def fn(w, x, y):
+        logits = F.linear(x, w)
+        grid = torch.arange(5, device=device)
+        logits = logits.masked_fill((grid == 3) & (y[..., None] != 3), -torch.inf)  # a class that is ruled out
+        return weighted(F.cross_entropy(logits, y, reduction=reduction, ignore_index=4 if rows else -100))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "_MANY_LOGITS", 0 if many else 1 << 18)
+        assert_agrees(Problem(fn, (w, x, y)))
 
 
 @given(seed=st.integers(0, 1000), reduction=REDUCTIONS)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from psg._torch import _functorch
 from psg._torch._higher_order import triplet_loss
@@ -40,7 +41,7 @@ def cross_entropy(
     if target.is_floating_point() or input.ndim not in (2, 3) or target.shape != input.shape[:-1] or input.numel() == 0:
         return NotImplemented
     labels = target.flatten()
-    losses = F.cross_entropy(input.flatten(0, -2), labels, reduction="none", ignore_index=ignore_index)
+    losses = _losses_of_rows(input.flatten(0, -2), labels, ignore_index)
     if reduction != "mean":
         return _by_sample(losses, target.shape, reduction), {}
     counted = labels != ignore_index
@@ -49,6 +50,39 @@ def cross_entropy(
         return losses / counted, {}
     shape = input.shape[0], -1
     return losses.reshape(shape).sum(1) / counted.reshape(shape).sum(1, dtype=losses.dtype), {}
+
+
+_MANY_LOGITS = 1 << 18  # for fewer, Python in the backward pass takes longer than the op that it spares
+
+
+def _losses_of_rows(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """-log softmax(x)[y] of each row: [rows,classes], [rows] -> [rows]."""
+    wide = logits.dtype in (torch.float32, torch.float64)  # one of 16 bits would round p before 1 is subtracted
+    if wide and logits.numel() >= _MANY_LOGITS and logits.requires_grad and torch.is_grad_enabled() and not _functorch.is_watched():
+        losses: Any = _RowLosses.apply(logits, labels, ignore_index)
+        return losses
+    return F.cross_entropy(logits, labels, reduction="none", ignore_index=ignore_index)
+
+
+class _RowLosses(torch.autograd.Function):
+    """The losses of rows, with a gradient c (p - e_y) written once: torch's fills a tensor of zeros, and reads it with log p."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        logs = logits.log_softmax(1)
+        losses = F.nll_loss(logs, labels, reduction="none", ignore_index=ignore_index)
+        ctx.save_for_backward(logs, labels)
+        ctx.ignore_index = ignore_index
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logs, labels = ctx.saved_tensors
+        ignored = labels == ctx.ignore_index
+        scale, index = cotangent.masked_fill(ignored, 0).unsqueeze(1), labels.masked_fill(ignored, 0).long().unsqueeze(1)
+        at_label = logs.gather(1, index).expm1_().mul_(scale)
+        return logs.exp().mul_(scale).scatter_(1, index, at_label), None, None
 
 
 @decomposition(F.cross_entropy)
