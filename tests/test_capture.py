@@ -1263,6 +1263,12 @@ STAYS = {
     "pow_": lambda w, x: ((w @ x).exp() * 1.5).pow_(x).sin().sum(),
     "**=": lambda w, x: operator.ipow((w @ x).exp() * 1.5, x).sin().sum() + operator.ipow(x.exp(), w[0]).cos().sum(),
     "renorm_": lambda w, x: (w * x).renorm_(2, 0, 1.0).sin().sum(),
+    "places of a token, as many in each sample or not": lambda w, x: (
+        score((w * x).masked_scatter(x > 0, (w @ x).repeat(4)))
+        + score(torch.masked_scatter(w @ x, x == x[0], w[0] * x))
+        + score((w @ x).masked_scatter((w * x).detach() > 0, (w + x).exp()))
+    ),
+    "places that samples share": lambda w, x: score((w * x).masked_scatter_(CONSTANT.to(x.device) > 2, (w @ x).repeat(3)) * x),
     "index_add, columns that are viewed": lambda w, x: score(
         torch.zeros_like(w * x).index_add(1, x[:3].abs().long() % 4, (w * x)[:, :3]).view(-1)
     ),
@@ -1303,6 +1309,9 @@ REWRITTEN = {
     "index_fill_": lambda y, i, dim: (y * 1).index_fill_(dim, i % y.shape[dim] - y.shape[dim], -1.0),
     "one_hot": lambda y, i, dim: y.sum() * F.one_hot(i, 6).cumsum(-1),
     "one_hot of pairs": lambda y, i, dim: y.sum() * F.one_hot(torch.stack([i, i + 1]), 7).cumsum(-1),
+    "masked_scatter": lambda y, i, dim: y.masked_scatter(y > 0, y.detach().exp() * y.flip(0)),
+    "masked_scatter_ of a row": lambda y, i, dim: (y * 1).masked_scatter_(torch.arange(y.shape[-1]) % 2 == i[0] % 2, y.cos().flatten()),
+    "masked_scatter of a number": lambda y, i, dim: y.sum().masked_scatter(y > 0, y.exp()),
     "isclose": lambda y, i, dim: y * torch.isclose(y, y.round(), rtol=0.1, atol=0.1) * y.isclose(y.detach()),
     "addmm with beta=0": lambda y, i, dim: torch.addmm(y.flatten(1) * torch.nan, y.flatten(1), y.flatten(1).T @ y.flatten(1), beta=0),
     "addmm_ with beta=0": lambda y, i, dim: (y.flatten(1) * 1).addmm_(y.flatten(1), y.flatten(1).T @ y.flatten(1), beta=0, alpha=2),

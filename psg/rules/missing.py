@@ -94,7 +94,7 @@ def _written_back(op: Any) -> Callable[..., Any]:
 for _name in (
     *("addcdiv", "addcmul", "addmm", "addr", "clamp", "clip", "cumprod", "cumsum", "fmod", "heaviside", "hypot", "index_copy", "ldexp"),
     *("baddbmm", "index_fill", "lerp", "nextafter", "polygamma", "pow", "put", "remainder", "renorm", "scatter", "square"),
-    *("tril", "triu", "xlogy"),
+    *("masked_scatter", "tril", "triu", "xlogy"),
 ):
     for _holder in (Tensor, torch):
         if hasattr(_holder, f"{_name}_"):
@@ -379,6 +379,16 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
         if known and not 0 <= classes.min() <= classes.max() < num_classes:
             raise RuntimeError(f"one_hot: a class is not in 0, ..., {num_classes - 1}")
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+@decomposition(torch.masked_scatter, Tensor.masked_scatter)
+def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor, **options: Any) -> Any:
+    """Each place that the mask selects looks its entry of the source up: the first one the first, and so on."""
+    if options or mask.dtype != torch.bool or input.dtype != source.dtype or not source.numel():
+        return NotImplemented  # torch raises its own error, or copies nothing
+    mask = mask.expand(torch.broadcast_shapes(input.shape, mask.shape))
+    ranks = torch.where(mask, mask.reshape(-1).cumsum(0).reshape(mask.shape) - 1, 0)
+    return torch.where(mask, source.reshape(-1)[ranks], input)
 
 
 @decomposition(torch.renorm, Tensor.renorm)
