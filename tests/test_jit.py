@@ -2113,6 +2113,24 @@ def test_distributions_are_traced(distribution, device):
     assert [entry.error for entry in fast.cache_info()] == [None]
 
 
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("where", ["parameters", "samples", "samples side by side"])
+def test_tensors_without_entries_are_traced(where, n, device):
+    """A model may have no register tokens, and a sample no neighbours; a batch without samples is not worth a trace."""
+
+    def fn(p, x):
+        return (torch.cat([p["registers"][0], p["w"]]) @ x).sin().sum() + p["w"].sum()
+
+    sizes = {"parameters": (1, 0, 4), "samples": (1, 1, 4), "samples side by side": (1, 2, 4)}[where]
+    params = {"registers": torch.randn(sizes, device=device), "w": torch.randn(2, 4, device=device)}
+    x = torch.randn((n, 4, 0) if where == "samples" else (4, n) if where == "samples side by side" else (n, 4), device=device)
+    norms = psg.per_sample_norm(fn, in_dims=(None, int(where == "samples side by side")))
+    fast = psg.jit(norms, backend="eager")
+    same(fast(params, x), norms(params, x))
+    assert [entry.error for entry in fast.cache_info()] == [None] * (n > 0 or where == "samples side by side")
+
+
 def test_anomaly_detection_runs_eagerly():
     """A trace under it would fail, and the failure would outlast it."""
     fast = psg.jit(psg.per_sample_norm(lambda w, x: torch.tanh(w @ x).sum()), backend="eager")
