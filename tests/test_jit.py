@@ -744,6 +744,41 @@ def test_what_is_made_past_the_tracer_is_not_taken_for_closed_over(step, device)
     same(fast(2 * w, 3 * x), step(2 * w, 3 * x, fn))
 
 
+class Lazy(nn.Module):
+    """Keeps a table that it computes from its buffers when it first needs it, like the codebooks of Mimi."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+        self.register_buffer("sums", torch.randn(5, 3))
+        self.register_buffer("counts", 1 + torch.rand(5))
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = self.sums / self.counts[:, None]
+        return (x @ self.w.T @ self.table.T).sin().sum()
+
+
+@pytest.mark.filterwarnings("error::psg.FallbackWarning")
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_module_that_keeps_a_table_from_its_first_run_is_traced(n, is_kept, device):
+    model, x = Lazy().to(device), torch.randn(n, 4, device=device)
+    fn, params = psg.stateless(model)
+    norms = psg.per_sample_norm(fn)
+    fast = psg.jit(norms, backend="eager")
+    if is_kept:
+        norms(params, x)
+    same(fast(params, x), norms(params, x))
+    model.sums.mul_(2)
+    same(fast(params, x), norms(params, x))  # by the table that it has kept
+    model.table = None
+    same(fast(params, x), norms(params, x))
+    model.sums, model.table = torch.randn(5, 3, device=device), None
+    same(fast(params, x), norms(params, x))
+
+
 def test_linearize_inside_fn_is_no_write(device):
     def fn(w, x):
         output, push = torch.func.linearize(lambda z: torch.tanh(w * z), x)

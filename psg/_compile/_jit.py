@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from psg import _trees, plans
-from psg._compile._trace import Trace, bits_of, trace
+from psg._compile._trace import Trace, Unseen, bits_of, trace
 from psg._compile._verify import Draws, draws_numbers, verify
 from psg._errors import FallbackWarning, InputError, StateError, as_integer, first_line, received, user_line
 from psg._torch import _ambient, _autograd, _functorch
@@ -239,7 +239,7 @@ class Jitted:
                 return entry
         return None
 
-    def _build(self, leaves: list[Any], spec: Any) -> tuple["_Entry", Guard, Hashable]:
+    def _build(self, leaves: list[Any], spec: Any, again: bool = True) -> tuple["_Entry", Guard, Hashable]:
         """A new entry, what the trace depends on beside the signature, and the state that this was in."""
         tensors = [tensor.detach() for tensor in _trees.tensors_in(leaves)]
         signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
@@ -269,6 +269,8 @@ class Jitted:
         except Mismatch as mismatch:
             program, error = None, f"the compiled result is wrong: {first_line(mismatch)}"
         except Exception as reason:
+            if again and isinstance(reason, Unseen):  # the run may have kept what the next one uses: a table that is made when first needed
+                return self._build(leaves, spec, again=False)
             text = " ".join(str(reason).split("\n")[:3])
             text = text.partition("It may be possible to trace")[0].strip()  # advice for those who call torch's tracer
             line = "" if found else user_line(reason, "")
@@ -392,6 +394,7 @@ def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
         return True  # which names the op of fn that made a NaN
     if _autograd.saved_tensor_hooks() is not None and not _autograd.is_checkpointed():
         return True  # the caller's hooks may change what the backward pass reads
+    # An empty batch: nothing to compile; or a tensor whose class would see no op of a compiled graph.
     # An empty batch: nothing to compile (empty registers, say, are no batch); or a tensor whose class would see no op of a compiled graph.
     return any(tensor.shape[:1] == (0,) or handles_ops(type(tensor)) for tensor in tensors)
 

@@ -53,6 +53,10 @@ class Trace(NamedTuple):
     spec: Any
 
 
+class Unseen(PsgError):
+    """A second run of the function does not close over the tensors that the traced one did."""
+
+
 Generators = dict[int, tuple[torch.Generator, Tensor]]
 """Random generators, by id, and their states when they were first seen."""
 
@@ -79,8 +83,8 @@ def trace(
 
     Raises:
         StateError: The function writes into an argument or a tensor that it closes over.
-        PsgError: The function draws random numbers of Python or NumPy, or makes a tensor unseen by the tracer, or one whose size depends
-            on the data.
+        Unseen: It makes a tensor unseen by the tracer, or keeps what it has computed for its next run.
+        PsgError: It draws random numbers of Python or NumPy, or makes a tensor whose size depends on the data.
         Exception: The tracer refuses an op, or the function raises an error itself.
     """
     result: list[Any] = []
@@ -109,7 +113,7 @@ def trace(
         with _Given() as again:
             flat(*tensors)
         if not suspects <= again.found.keys():
-            raise PsgError("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
+            raise Unseen("it makes a tensor that the tracer does not see, as torch.func.linearize and DLPack do")
     graph = _functional(graph, [*tensors, *(tensor.detach() for tensor in captured)])
     inputs = {*map(id, tensors), *map(id, captured)}
     sized = [tensor for key, tensor in reads.sized.items() if key not in inputs]
