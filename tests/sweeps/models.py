@@ -115,6 +115,12 @@ def pair() -> Batch:
     return {"pixel_values": torch.randn(N, 3, SIDE, SIDE), "input_ids": ids(LENGTH), "target": torch.zeros(N)}
 
 
+def among_text() -> Batch:
+    """An image of 16 patches, whose places among the tokens have token 3."""
+    tokens = torch.cat([torch.full((N, 16), 3), ids(LENGTH)], 1)
+    return {"pixel_values": torch.randn(N, 3, SIDE, SIDE), "input_ids": tokens, "target": tokens.clone()}
+
+
 BERT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -236,6 +242,8 @@ TABLE = [
     ("DeiT", "vision", "DeiTForImageClassification", VIT, image),
     ("BEiT", "vision, relative", "BeitForImageClassification", VIT | {"use_relative_position_bias": True}, image),
     ("DINOv2", "vision", "Dinov2ForImageClassification", VIT, image),
+    ("DINOv3", "vision, no registers", "DINOv3ViTModel", VIT | {"num_register_tokens": 0}, lambda: {"pixel_values": torch.randn(N, 3, SIDE,
+     SIDE), "target": torch.zeros(N)}),
     ("Swin", "vision, windows", "SwinForImageClassification", STAGES, image),
     ("Swin-v2", "vision, windows", "Swinv2ForImageClassification", STAGES, image),
     ("ConvNeXt", "vision, convolutions", "ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
@@ -265,6 +273,8 @@ TABLE = [
     ("SigLIP", "vision and text", "SiglipModel", TWO, pair),
     ("BLIP", "vision to text", "BlipForConditionalGeneration", TWO, caption),
     ("GIT", "vision to text", "GitForCausalLM", BERT | {"vision_config": VIT}, lambda: pair() | {"target": ids(LENGTH + 17)}),
+    ("LLaVA", "vision among text", "LlavaForConditionalGeneration", {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": VIT |
+     {"model_type": "clip_vision_model"}, "image_token_index": 3}, among_text),
     ("ViLT", "vision and text", "ViltForQuestionAnswering", VIT | BERT, lambda: caption() | {"labels": torch.rand(N, 2)}),
     # audio
     ("Wav2Vec2", "audio", "Wav2Vec2ForSequenceClassification", WAV2VEC2, wave),
@@ -276,6 +286,10 @@ TABLE = [
      "time_stride": 8}, lambda: {"input_values": torch.randn(N, 24, 16), "labels": torch.tensor([0, 1, 1])}),
     ("Speech2Text", "audio to text", "Speech2TextForConditionalGeneration", BART | {"input_feat_per_channel": 8, "conv_channels": 8,
      "max_source_positions": 40, "max_target_positions": 16}, lambda: {"input_features": torch.randn(N, 20, 8), "labels": ids(5)}),
+    ("Mimi", "audio codec", "MimiModel", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+     "head_dim": 8, "intermediate_size": 24, "num_filters": 4, "num_residual_layers": 1, "upsampling_ratios": [4, 2], "codebook_size": 16,
+     "codebook_dim": 8, "vector_quantization_hidden_dimension": 8, "num_quantizers": 3, "upsample_groups": 16, "sampling_rate": 160,
+     "sliding_window": 8}, lambda: {"input_values": torch.randn(N, 1, 64), "target": torch.zeros(N)}),
     # time series
     ("PatchTST", "time series", "PatchTSTForPrediction", {"num_input_channels": 2, "context_length": 16, "patch_length": 4,
      "patch_stride": 4, "d_model": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "prediction_length": 4},
