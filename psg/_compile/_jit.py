@@ -394,7 +394,6 @@ def _runs_eagerly(tensors: Sequence[Tensor]) -> bool:
         return True  # which names the op of fn that made a NaN
     if _autograd.saved_tensor_hooks() is not None and not _autograd.is_checkpointed():
         return True  # the caller's hooks may change what the backward pass reads
-    # An empty batch: nothing to compile; or a tensor whose class would see no op of a compiled graph.
     # An empty batch: nothing to compile (empty registers, say, are no batch); or a tensor whose class would see no op of a compiled graph.
     return any(tensor.shape[:1] == (0,) or handles_ops(type(tensor)) for tensor in tensors)
 
