@@ -2128,6 +2128,21 @@ def test_both_readings_of_a_parameter_that_fail_are_told(device):
     assert "With rows of each sample's own instead" in error.value.__notes__[0] and "reaches kron" in error.value.__notes__[0]
 
 
+@pytest.mark.parametrize("n", [2, 5])
+def test_losses_that_compare_samples_with_a_class_token_are_told(n, device):
+    """Rows of the token belong to several samples, as all others do; one token for all samples would reach an op that has no rule."""
+
+    def fn(p, x):
+        tokens = torch.cat([p["token"].expand(n, 1, -1), x], 1)
+        own = F.linear(tokens, p["w"]).tanh().mean(1)
+        return (own @ own.T).sin().sum(1)
+
+    params = {"token": torch.randn(WIDTH, device=device), "w": torch.randn(3, WIDTH, device=device)}
+    with pytest.raises(psg.StateError, match="Losses that compare samples have no per-sample gradients") as error:
+        psg.per_sample_grad(fn, method="batch")(params, torch.randn(n, 4, WIDTH, device=device))
+    assert "With one value for all samples instead" in error.value.__notes__[0] and "reaches cat" in error.value.__notes__[0]
+
+
 @pytest.mark.parametrize(
     "fn, w, x",
     [

@@ -150,10 +150,10 @@ class _SharedRows(PsgError):
 
     Attributes:
         keys: The ops that made these rows, or rows that they were computed from.
-        failure: The error to raise if other rows than these may be the reason.
+        failure: The error to raise if one value for all samples fails, too.
     """
 
-    def __init__(self, keys: set[_Choice], failure: StateError | None = None) -> None:
+    def __init__(self, keys: set[_Choice], failure: StateError) -> None:
         super().__init__("rows belong to several samples")
         self.keys = keys
         self.failure = failure
@@ -583,9 +583,6 @@ class _BatchMode(Watch, Looking):
 
     def _shared_rows(self, failed: list[Tap], taps: list[Tap]) -> PsgError:
         """The error to raise if some of all taps have failed, with rows on which several losses depend."""
-        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
-        if guessed:
-            return _SharedRows(guessed)
         failure = StateError(
             f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding hides, '
             "or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its own: "
@@ -593,7 +590,9 @@ class _BatchMode(Watch, Looking):
             "repeated. Losses that compare samples have no per-sample gradients, but shares: see README.md. Against rounding use a smaller "
             "chunk_size or a wider dtype."
         )
-        guessed = {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
+        guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
+        # Other rows than these may be the reason.
+        guessed = guessed or {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
         return _SharedRows(guessed, failure) if guessed else failure
 
     def _shared_after_all(self, losses: Tensor, output: Any, told: Sequence[tuple[Tap, Any, Tensor]]) -> list[Tap]:
