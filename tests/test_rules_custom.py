@@ -577,6 +577,38 @@ def _logging(w, x):
     return (Logged.apply(w @ x, log) * log[-1]).sum()
 
 
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log):
+        log[0].append(len(log[0]))
+        ctx.log = log[0]
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.log.pop(), None
+
+
+class Settings(dict):
+    """A dict whose entries are attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, settings):
+        ctx.save_for_backward(x)
+        ctx.settings = settings
+        return x ** settings["powers"][0]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        power = getattr(ctx.settings, "powers", ctx.settings["powers"])[0]
+        return cotangent * power * x ** (power - 1), None
+
+
 class Holder:
     seen = None
 
@@ -661,6 +693,21 @@ def test_functions_that_write_into_what_the_samples_compute(fn, n, device):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("settings", [{"powers": [3]}, Settings(powers=[3], name="cube")], ids=["dict", "subclass"])
+def test_functions_that_are_given_settings(settings, n, device):
+    w, x = torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
+    for fn in (
+        lambda w, x: Power.apply(w @ x, settings).sin().sum(),
+        lambda w, x: (Power.apply(w, settings) @ x).sin().sum(),
+        lambda w, x: (Power.apply(w * 2, settings) * x).sin().sum(),
+    ):
+        assert_trees_close(psg.per_sample_grad(fn, method="capture")(w, x), loop_grad(fn)(w, x))
+    if n and type(settings) is dict:
+        (leaf,) = psg.explain(lambda w, x: (Power.apply(w, settings) @ x).sum(), method="capture")(w, x).leaves
+        assert "custom_function_call: derived" in leaf.uses
+
+
 def test_torchs_own_normalization_across_channels(device):
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.CrossMapLRN2d(3)).to(device)
     fn, params = psg.stateless(module, lambda output: output.square().sum())
@@ -690,7 +737,9 @@ def test_a_function_that_writes_in_compiled_calls(device):
         (lambda w, x: Itself.apply(w @ x).sin().sum(), "has other views"),
         (lambda w, x: Noisy.apply(w @ x).sum(), "draws random numbers"),
         (lambda w, x: Listed.apply(w @ x)[0].sum(), "raises TypeError sample by sample"),
-        (_logging, "takes a list or a dict"),
+        (_logging, "takes a list or a dict with tensors"),
+        (lambda w, x: Counted.apply(w @ x, ([],)).sum(), "changes its class, an argument"),
+        (lambda w, x: (Counted.apply(w, ([],)) @ x).sum(), "changes its class, an argument"),
         (lambda w, x: Remembering.apply(w @ x, Holder()).sum(), "changes its class"),
         (lambda w, x: Remembering.apply(w @ x, None).sum(), "changes its class"),
         (_recalling(lambda x: _last.update(x=x), lambda: _last["x"]), "what its backward reads elsewhere"),
@@ -714,6 +763,8 @@ def test_a_function_that_writes_in_compiled_calls(device):
         "random",
         "no tensor",
         "list",
+        "list in a tuple",
+        "list and parameter",
         "object",
         "class",
         "dict",

@@ -148,8 +148,10 @@ class Once(Watch):
         """Run an op on parameters and constants below vmap; NotImplemented for an autograd.Function that cannot run once for all."""
         if func is not custom_function_call:
             return run_pullable(func, *args, **kwargs)
-        if _functions.holds_containers(args):
-            return NotImplemented  # they are copies here
+        containers = _functions.containers_in(args)  # copies, as the step needs them: fn may write into its own later
+        if tensors_of(containers, {}) or not {list, dict}.issuperset(map(type, containers)):
+            return NotImplemented
+        contents = _functions.contents_of(containers)
         self._avoid_leak(func, args, kwargs)
         state = _random.get_state(tensors_of(args, kwargs))
         try:
@@ -160,10 +162,10 @@ class Once(Watch):
             raise
         except RuntimeError:  # it may close over the sample, whose wrapper is unknown below vmap
             return NotImplemented
-        if _random.same_state(state, _random.now(state)):
+        if _random.same_state(state, _random.now(state)) and not _functions.have_changed(contents):
             return output
         _random.set_state(state)
-        return NotImplemented  # it has drawn random numbers, and each sample must draw its own
+        return NotImplemented  # it has drawn random numbers, and each sample must draw its own; or it writes into a list or a dict
 
     # Writes
 

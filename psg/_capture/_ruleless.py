@@ -13,7 +13,7 @@ from psg import _trees
 from psg._capture import _vectorised
 from psg._errors import StateError, Unsupported
 from psg._torch import _functions, _functorch, _random
-from psg._torch._ops import handles_ops, operands_of, substitute, tensors_of
+from psg._torch._ops import handles_ops, operands_of, substitute_tensors, tensors_of
 
 
 def run_function(
@@ -40,8 +40,10 @@ def run_function(
     """
     (tensors, others), function, what = operands_of(args, kwargs), args[0], described(args[0])
     wrapped = [tensor for tensor in tensors if _functorch.is_wrapped(tensor)]
-    if _functions.holds_containers(args):
-        raise Unsupported(f"{what} takes a list or a dict, into which it may write; pass a tuple")
+    containers = _functions.containers_in(args)
+    if tensors_of(containers, {}):
+        raise Unsupported(f"{what} takes a list or a dict with tensors, into which it may write; pass a tuple")
+    others += containers
     state, kept = _random.get_state(tensors), _functions.state_of(function, others)
     elsewhere = _functions.forward_state_of(function, others)
     contents, known = _functions.contents_of([*kept, *elsewhere]), set(map(id, elsewhere))
@@ -128,7 +130,7 @@ def one_by_one(func: Callable[..., Any], args: Any, kwargs: Any, wrapped: Sequen
         sides = {id(leaf): _functorch.physical(leaf, level, n).unbind() for leaf in wrapped}
         results = []
         for i in range(n):
-            own, options = substitute((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
+            own, options = substitute_tensors((args, kwargs), lambda leaf: sides[id(leaf)][i] if id(leaf) in sides else leaf)  # noqa: B023
             results.append(_trees.flatten(func(*own, **options)))
         outputs = [torch.stack(parts) for parts in zip(*(parts for parts, _ in results), strict=True)]
     return _trees.unflatten(results[0][1], [_functorch.wrap(output, level) for output in outputs])
@@ -148,7 +150,7 @@ def call_on_copies(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]
     tensors = tensors_of(args, kwargs)
     frozen = {id(tensor) for tensor in tensors if handles_ops(type(tensor))}  # a copy of a quantised weight may be of another class
     copies = {id(tensor): tensor if id(tensor) in frozen else tensor.clone() for tensor in tensors}
-    args, kwargs = substitute((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
+    args, kwargs = substitute_tensors((args, kwargs), lambda leaf: copies.get(id(leaf), leaf))
     before = {key: copy._version for key, copy in copies.items()}
     output = func(*args, **kwargs)
     written = [place for place, tensor in enumerate(tensors) if copies[id(tensor)]._version != before[id(tensor)]]

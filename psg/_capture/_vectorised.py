@@ -157,8 +157,8 @@ class _Plan:
 
     def _keep(self, own: _Context, given: Sequence[Any], level: int) -> list[Tensor]:
         """Note what the function has put on its ctx; returns the tensors of all samples."""
-        leaves, self._spec = _trees.flatten(vars(own))
         known = set(map(id, given))
+        leaves, self._spec = _trees.flatten(vars(own), lambda part: isinstance(part, (list, dict)) and id(part) in known)
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) or leaf is None or id(leaf) in known for leaf in leaves):
             raise _Refused
         self._whole = [i for i, leaf in enumerate(leaves) if _is_of_all(leaf, level)]

@@ -83,9 +83,11 @@ def unbatched(function: type[Function], tensors: Sequence[Tensor], output: Any, 
     return f"{name}, an autograd.Function, returns an output in which samples are not told apart: torch would add up their cotangents"
 
 
-def holds_containers(args: Sequence[Any]) -> bool:
-    """Whether an argument is a list or a dict: the function may write into it, and psg hands on copies of such."""
-    return any(isinstance(arg, (list, dict)) for arg in args)
+def containers_in(tree: Any) -> list[Any]:
+    """The lists and dicts in a tree of arguments: the function may write into them."""
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    inner = [own for part in parts for own in containers_in(part)]
+    return [tree, *inner] if isinstance(tree, (list, dict)) else inner
 
 
 def state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
@@ -124,9 +126,14 @@ def contents_of(state: Sequence[Any]) -> list[tuple[Any, Any]]:
 def put_back(contents: Sequence[tuple[Any, Any]]) -> None:
     """Put those back that have changed: what a call that does not count has left in a queue would be taken for something else."""
     for part, before in contents:
-        if [*map(id, _parts(part))] != [*map(id, _parts(before))]:
+        if have_changed([(part, before)]):
             part.clear()
             part.update(before) if isinstance(part, dict) else part.extend(before)
+
+
+def have_changed(contents: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether one of these holds something else now."""
+    return any([*map(id, _parts(part))] != [*map(id, _parts(before))] for part, before in contents)
 
 
 def _parts(container: Any) -> list[Any]:
@@ -174,10 +181,8 @@ def _held(holder: Any, depth: int) -> Iterator[Any]:
         return
     if isinstance(holder, type) and _package_of(holder.__module__) == "torch":
         return
-    if isinstance(holder, dict):
-        parts = list(holder.values())
-    elif isinstance(holder, (list, tuple, set, deque)):
-        parts = list(holder)
+    if isinstance(holder, (dict, list, tuple, set, deque)):
+        parts = _parts(holder)
     else:
         parts = list(getattr(holder, "__dict__", {}).values())
     for part in parts:

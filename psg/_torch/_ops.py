@@ -566,6 +566,18 @@ def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
     return function(tree)
 
 
+def substitute_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same arguments with `function` applied to every tensor. Lists and dicts that hold none are the same objects."""
+    if not tensors_of((tree,), {}):
+        return tree
+    if isinstance(tree, dict):
+        return {key: substitute_tensors(item, function) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        items = [substitute_tensors(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)
+
+
 def call_key(*arguments: Any) -> Any:
     """A cache key for calls of a deterministic op: tensors by identity, plain values by type and value. None if there is anything else."""
     parts = [_key(argument) for argument in arguments]
