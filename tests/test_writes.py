@@ -869,6 +869,82 @@ def test_numbers_written_by_masks(n, t, i, o, rows, own, as_tensor, seed, device
     assert_trees_close(psg.per_sample_grad(fn, in_dims=axes, method="capture")(w, x, mask), expected)
 
 
+KEYS_WITH_MASKS = {
+    "mask": lambda mask: mask,
+    "dots": lambda mask: (..., mask, slice(None)),
+    "dots behind": lambda mask: (mask, ...),
+    "slice behind": lambda mask: (mask, slice(1, None)),
+    "number behind": lambda mask: (mask, 0),
+    "new dimension": lambda mask: (mask, None, -1),
+}
+"""With a mask of rows, [t], for a tensor [t, o]."""
+
+BEHIND = {
+    "all": lambda mask: (slice(None), mask),
+    "number": lambda mask: (0, mask),
+    "dots": lambda mask: (..., mask),
+    "new dimensions": lambda mask: (None, slice(None), mask, None),
+}
+"""With a mask of columns, [o]."""
+
+
+@given(
+    n=st.sampled_from([0, 1, 3]),
+    t=st.integers(1, 3),
+    o=st.integers(1, 3),
+    case=st.sampled_from([*((0, key) for key in KEYS_WITH_MASKS), *((1, key) for key in BEHIND)]),
+    shape=st.sampled_from([(), (1,), (0,), (1, 0), (1, 1), (1, 1, 1, 1, 1, 0)]),
+    made=st.sampled_from(["samples", "parameter", "zeros"]),
+    seed=st.integers(0, 99),
+)
+def test_one_row_written_by_masks(n, t, o, case, shape, made, seed, device):
+    """Where masks of each sample's own select different numbers of entries, all of which get the same: a number, a row or a parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    dim, name = case
+    mask = (torch.rand((n, (t, o)[dim]), generator=generator) < 0.5).to(device)
+    key = (KEYS_WITH_MASKS, BEHIND)[dim][name]
+    free = torch.ones(t, o)[key(torch.ones((t, o)[dim], dtype=torch.bool))].shape[-1]  # 0 stands for it
+    free = 1 if dim or name in ("number behind", "new dimension") else free
+    w, x = torch.randn(o, o, device=device), torch.randn(n, t, o, device=device)
+    row = torch.randn([size or free for size in shape], device=device)
+
+    def fn(params, x, mask):
+        w, row = params
+        zeros = torch.zeros(t, o, device=device)
+        hidden = {"samples": x @ w, "parameter": w[:1] + zeros, "zeros": zeros}[made]
+        hidden[key(mask)] = row
+        return ((hidden + x) @ w).sin().sum() + row.sum() * w.sum()
+
+    expected = psg.per_sample_grad(fn, method="loop")((w, row), x, mask)
+    assert_trees_close(psg.per_sample_grad(fn, method="capture")((w, row), x, mask), expected)
+
+
+def test_a_mask_token_compiles(device):
+    def fn(params, x, mask):
+        w, token = params
+        hidden = x @ w
+        hidden[mask] = token
+        return (hidden @ w.T).sin().sum()
+
+    params, x = (torch.randn(3, 4, device=device), torch.randn(4, device=device)), torch.randn(3, 5, 3, device=device)
+    compiled = psg.jit(psg.per_sample_grad(fn), backend="eager")
+    for least in (0.2, 0.6):
+        mask = torch.rand(3, 5, device=device) > least
+        assert_trees_close(compiled(params, x, mask), loop_grad(fn)(params, x, mask))
+    assert [entry.error for entry in compiled.cache_info()] == [None]
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (2, 1, 4)])
+def test_rows_that_do_not_fit_what_a_mask_selects(shape, device):
+    """The loop's error."""
+    mask = torch.tensor([[True, False, True], [True, False, False], [True, True, True], [False] * 3], device=device)
+    row = torch.ones(shape, device=device)
+    with pytest.raises((RuntimeError, IndexError), match="shape|size"):
+        psg.per_sample_grad(lambda w, x, m: put(w * x, m, row).sum())(
+            torch.ones(4, device=device), torch.ones(4, 3, 4, device=device), mask
+        )
+
+
 # --- writes into what is computed once for all samples, and into new constants -------------------------------------------
 
 

@@ -117,19 +117,65 @@ def _index_add_in_place(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @decomposition(Tensor.__setitem__)
 def _fill(self: Tensor, index: Any, value: Any) -> Any:
-    """tensor[mask] = number: where the mask depends on the sample, the selection has no shape under vmap, and torch.where needs none.
+    """tensor[mask] = number, or one row for all: where the mask depends on the sample, the selection has no shape under vmap.
 
-    Neither does it read the mask in Python, which a trace cannot, and for which an accelerator would have to wait.
+    torch.where needs none. Neither does it read the mask in Python, which a trace cannot, and for which an accelerator would have to wait.
     """
-    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == self.shape[: index.ndim]
-    is_number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
-    if not (is_mask and is_number and (_functorch.is_vmapped(index) or _functorch.is_vmapped(self))):
+    target = _Masked.at(self, index) if isinstance(value, (Tensor, int, float)) else None
+    if target is None or not (_functorch.is_vmapped(target.mask) or _functorch.is_vmapped(self)):
         return _put_at(self, index, value)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.ndim:
+        rows = target.rows(value)
+        if rows is None:
+            return _put_at(self, index, value)
+        value = rows
+    elif isinstance(value, Tensor):
         value = value.to(self.dtype)
     elif not is_inexact(self):
         value = self.new_full((), value)  # of a float and integers, torch.where makes float32, which rounds the integers
-    self.copy_(torch.where(index.reshape(index.shape + (1,) * (self.ndim - index.ndim)), value, self))
+    mask = target.mask.reshape(target.mask.shape + (1,) * target.after)
+    target.view.copy_(torch.where(mask, value, target.view))
+
+
+class _Masked(NamedTuple):
+    """Entries that one mask selects, `tensor[mask]`, `tensor[:, mask, 0]`.
+
+    Attributes:
+        view: The tensor without what numbers and slices leave out.
+        mask: The mask.
+        after: How many dimensions of the view come after those of the mask.
+    """
+
+    view: Tensor
+    mask: Tensor
+    after: int
+
+    @classmethod
+    def at(cls, tensor: Tensor, index: Any) -> "_Masked | None":
+        """What an index in brackets means; None if it has no mask, or anything but numbers, slices, None and dots beside it."""
+        items = index if isinstance(index, tuple) else (index,)
+        at = [k for k, item in enumerate(items) if isinstance(item, Tensor)]
+        if len(at) != 1 or not all(item is None or item is ... or type(item) in (int, slice) or isinstance(item, Tensor) for item in items):
+            return None
+        mask, left, right = items[at[0]], items[: at[0]], items[at[0] + 1 :]
+        if mask.dtype != torch.bool:
+            return None
+        view = tensor[(*left, *[slice(None)] * mask.ndim, *right)] if left or right else tensor
+        before, after = (sum(type(item) is not int for item in side) for side in (left, right))
+        after = after if ... in left else view.ndim - before - mask.ndim
+        start = view.ndim - after - mask.ndim
+        return cls(view, mask, after) if mask.shape == view.shape[start : view.ndim - after] else None
+
+    def rows(self, values: Tensor) -> Tensor | None:
+        """Values that all that is selected gets, as they broadcast to the view; None if there is one for each of the selected entries."""
+        before = self.view.ndim - self.after - self.mask.ndim
+        sizes = (*self.view.shape[:before], 1, *self.view.shape[self.view.ndim - self.after :])
+        while values.ndim > len(sizes) and values.shape[0] == 1:
+            values = values[0]
+        pairs = zip(reversed(values.shape), reversed(sizes), strict=False)
+        if values.dtype != self.view.dtype or values.ndim > len(sizes) or not all(size in (1, own) for size, own in pairs):
+            return None
+        return values.expand(sizes).reshape(*sizes[:before], *[1] * self.mask.ndim, *sizes[before + 1 :])
 
 
 class _Places(NamedTuple):
