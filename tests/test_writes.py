@@ -895,9 +895,10 @@ BEHIND = {
     case=st.sampled_from([*((0, key) for key in KEYS_WITH_MASKS), *((1, key) for key in BEHIND)]),
     shape=st.sampled_from([(), (1,), (0,), (1, 0), (1, 1), (1, 1, 1, 1, 1, 0)]),
     made=st.sampled_from(["samples", "parameter", "zeros"]),
+    op=st.sampled_from(["brackets", "index_put_", "index_put", "accumulate"]),
     seed=st.integers(0, 99),
 )
-def test_one_row_written_by_masks(n, t, o, case, shape, made, seed, device):
+def test_one_row_written_by_masks(n, t, o, case, shape, made, op, seed, device):
     """Where masks of each sample's own select different numbers of entries, all of which get the same: a number, a row or a parameter."""
     generator = torch.Generator().manual_seed(seed)
     dim, name = case
@@ -912,7 +913,12 @@ def test_one_row_written_by_masks(n, t, o, case, shape, made, seed, device):
         w, row = params
         zeros = torch.zeros(t, o, device=device)
         hidden = {"samples": x @ w, "parameter": w[:1] + zeros, "zeros": zeros}[made]
-        hidden[key(mask)] = row
+        if op == "brackets" or dim:
+            hidden[key(mask)] = row
+        else:
+            values = row[(0,) * max(0, row.ndim - 2)][..., :1] if row.ndim else row
+            put = hidden.index_put_ if op == "index_put_" else hidden.index_put
+            hidden = put((mask,), values, accumulate=op == "accumulate")
         return ((hidden + x) @ w).sin().sum() + row.sum() * w.sum()
 
     expected = psg.per_sample_grad(fn, method="loop")((w, row), x, mask)

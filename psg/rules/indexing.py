@@ -122,19 +122,10 @@ def _fill(self: Tensor, index: Any, value: Any) -> Any:
     torch.where needs none. Neither does it read the mask in Python, which a trace cannot, and for which an accelerator would have to wait.
     """
     target = _Masked.at(self, index) if isinstance(value, (Tensor, int, float)) else None
-    if target is None or not (_functorch.is_vmapped(target.mask) or _functorch.is_vmapped(self)):
+    filled = None if target is None else target.filled(value)
+    if target is None or filled is None:
         return _put_at(self, index, value)
-    if isinstance(value, Tensor) and value.ndim:
-        rows = target.rows(value)
-        if rows is None:
-            return _put_at(self, index, value)
-        value = rows
-    elif isinstance(value, Tensor):
-        value = value.to(self.dtype)
-    elif not is_inexact(self):
-        value = self.new_full((), value)  # of a float and integers, torch.where makes float32, which rounds the integers
-    mask = target.mask.reshape(target.mask.shape + (1,) * target.after)
-    target.view.copy_(torch.where(mask, value, target.view))
+    target.view.copy_(filled)
 
 
 class _Masked(NamedTuple):
@@ -152,13 +143,13 @@ class _Masked(NamedTuple):
 
     @classmethod
     def at(cls, tensor: Tensor, index: Any) -> "_Masked | None":
-        """What an index in brackets means; None if it has no mask, or anything but numbers, slices, None and dots beside it."""
+        """What an index in brackets means, under vmap; None if there is no mask, or more than numbers, slices, None and dots beside it."""
         items = index if isinstance(index, tuple) else (index,)
         at = [k for k, item in enumerate(items) if isinstance(item, Tensor)]
         if len(at) != 1 or not all(item is None or item is ... or type(item) in (int, slice) or isinstance(item, Tensor) for item in items):
             return None
         mask, left, right = items[at[0]], items[: at[0]], items[at[0] + 1 :]
-        if mask.dtype != torch.bool:
+        if mask.dtype != torch.bool or not (_functorch.is_vmapped(mask) or _functorch.is_vmapped(tensor)):
             return None
         view = tensor[(*left, *[slice(None)] * mask.ndim, *right)] if left or right else tensor
         before, after = (sum(type(item) is not int for item in side) for side in (left, right))
@@ -166,8 +157,21 @@ class _Masked(NamedTuple):
         start = view.ndim - after - mask.ndim
         return cls(view, mask, after) if mask.shape == view.shape[start : view.ndim - after] else None
 
-    def rows(self, values: Tensor) -> Tensor | None:
-        """Values that all that is selected gets, as they broadcast to the view; None if there is one for each of the selected entries."""
+    def filled(self, value: Any, accumulate: bool = False) -> Tensor | None:
+        """The view with this value, or added to it, where the mask says so; None if there is one for each of the selected entries."""
+        if isinstance(value, Tensor) and value.ndim:
+            value = self._broadcast(value)
+            if value is None:
+                return None
+        elif isinstance(value, Tensor):
+            value = value.to(self.view.dtype)
+        elif not is_inexact(self.view):
+            value = self.view.new_full((), value)  # of a float and integers, torch.where makes float32, which rounds the integers
+        mask = self.mask.reshape(self.mask.shape + (1,) * self.after)
+        return torch.where(mask, self.view + value if accumulate else value, self.view)
+
+    def _broadcast(self, values: Tensor) -> Tensor | None:
+        """Values that all that is selected gets, with the dimensions of the view."""
         before = self.view.ndim - self.after - self.mask.ndim
         sizes = (*self.view.shape[:before], 1, *self.view.shape[self.view.ndim - self.after :])
         while values.ndim > len(sizes) and values.shape[0] == 1:
@@ -308,12 +312,24 @@ def _get_at(self: Tensor, index: Any) -> Any:
 @decomposition(torch.index_put_, Tensor.index_put_)
 def _index_put(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """The same as in brackets."""
+    if (filled := _put_by_mask(input, indices, values, accumulate)) is not NotImplemented:
+        return input.copy_(filled)
     if _are_in_front(indices) or not any(map(_functorch.is_vmapped, tensors_of((input, indices, values), {}))):
         return NotImplemented
     if not all(place is None or _is_place(place) for place in indices) or len(indices) > input.ndim or values.dtype != input.dtype:
         return NotImplemented
     _Places.of(input, indices).write(values, accumulate)
     return input
+
+
+@decomposition(torch.index_put, Tensor.index_put)
+def _put_by_mask(input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """index_put with a mask of each sample's own, and one row for all that it selects."""
+    target = _Masked.at(input, tuple([slice(None) if place is None else place for place in indices]))
+    if target is None or values.dtype != input.dtype or values.ndim > input.ndim - target.mask.ndim + 1:
+        return NotImplemented  # brackets alone leave out more dimensions of size 1
+    filled = target.filled(values, accumulate)
+    return NotImplemented if filled is None else filled
 
 
 @decomposition(torch.masked_fill, Tensor.masked_fill)

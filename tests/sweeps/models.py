@@ -148,6 +148,7 @@ WAV2VEC2: dict[str, Any] = BERT | {
     "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
     "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8,
 }  # fmt: skip
+GEMMA = LLAMA | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 TWO = {"text_config": BERT, "vision_config": VIT, "projection_dim": 8}
 
 TABLE = [
@@ -173,6 +174,7 @@ TABLE = [
     ("Longformer", "encoder, windows", "LongformerForMaskedLM", BERT | {"attention_window": 4}, text),
     ("Nystromformer", "encoder, landmarks", "NystromformerForMaskedLM", BERT | {"num_landmarks": 4, "segment_means_seq_len": LENGTH,
      "conv_kernel_size": 3}, text),
+    ("YOSO", "encoder, hashed attention", "YosoForMaskedLM", BERT, padded(text)),
     # text, decoder
     ("GPT-2", "decoder, tied", "GPT2LMHeadModel", GPT, decoded),
     ("GPT-2 eager", "decoder, tied", "GPT2LMHeadModel", GPT | EAGER, decoded),
@@ -276,6 +278,9 @@ TABLE = [
     ("LLaVA", "vision among text", "LlavaForConditionalGeneration", {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": VIT |
      {"model_type": "clip_vision_model"}, "image_token_index": 3}, among_text),
     ("ViLT", "vision and text", "ViltForQuestionAnswering", VIT | BERT, lambda: caption() | {"labels": torch.rand(N, 2)}),
+    ("T5Gemma-2", "vision and text to text", "T5Gemma2ForConditionalGeneration", {"encoder": {"text_config": GEMMA, "vision_config": VIT,
+     "mm_tokens_per_image": 4, "image_token_index": 3, "eoi_token_index": 4}, "decoder": GEMMA, "image_token_index": 3,
+     "eoi_token_index": 4}, lambda: caption() | {"input_ids": torch.cat([ids(2), torch.full((N, 4), 3), ids(LENGTH)], 1)}),
     # audio
     ("Wav2Vec2", "audio", "Wav2Vec2ForSequenceClassification", WAV2VEC2, wave),
     ("HuBERT", "audio", "HubertForSequenceClassification", WAV2VEC2, wave),
