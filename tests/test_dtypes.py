@@ -291,6 +291,36 @@ def test_operands_without_dimensions_leave_the_dtype_to_the_others(op, method, r
     assert seen[-1:] == dtype
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+@given(
+    dtypes=st.tuples(*[st.sampled_from(FLOATING)] * 3),
+    weights=st.sampled_from(["weight", "pos_weight", None]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    soft=st.booleans(),
+    cast=st.booleans(),
+    n=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_binary_cross_entropy_is_in_the_dtype_of_its_targets(method, dtypes, weights, reduction, soft, cast, n, seed, device):
+    """vmap promotes it to the widest of its operands' dtypes; autocast, which takes it as a whole, to float32."""
+    generator = torch.Generator().manual_seed(seed)
+    p, x, target = (torch.rand(shape, generator=generator, dtype=torch.float64).to(device) for shape in ((4,), (n, 4), (n, 4)))
+    p, x, target, weight = p.to(dtypes[0]), x.to(dtypes[0]), target.to(dtypes[1]), torch.ones(4, dtype=dtypes[2], device=device)
+    seen = []
+
+    def fn(p, x, target):
+        options = {} if weights is None else {weights: weight + 1}
+        target = target * p.to(target.dtype) if soft else target
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast):
+            loss = F.binary_cross_entropy_with_logits(p * x, target, reduction=reduction, **options)
+        seen.append(loss.dtype)
+        return loss.sum()
+
+    expected, dtype = loop_grad(fn)(p, x, target), seen[-1:]  # none of no samples, for which fn is not called
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x, target), expected, rtol=2**-5)  # of bfloat16, which has steps of 2^-8
+    assert seen[-1:] == dtype
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "fn",

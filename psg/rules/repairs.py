@@ -348,6 +348,16 @@ def mixed_layer_norm(
     return F.layer_norm(widen(input), normalized_shape, _widened(weight), _widened(bias), eps).to(input.dtype)
 
 
+@decomposition(F.binary_cross_entropy_with_logits, need=MIXED)
+def mixed_binary_cross_entropy_with_logits(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """In the target's dtype, in which torch adds up its terms in place. vmap gives it that of all tensors."""
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors_of((input, target, *args), kwargs)])
+    if not target.is_floating_point() or dtype == target.dtype:
+        return NotImplemented
+    operands, options = substitute(((input, target, *args), kwargs), lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf)
+    return F.binary_cross_entropy_with_logits(*operands, **options).to(target.dtype)
+
+
 @decomposition(F.group_norm)
 def contiguous_group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
