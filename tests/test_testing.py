@@ -18,7 +18,15 @@ from torch import nn
 import psg
 from psg import testing
 from psg._batch import _exchange
-from psg.testing import Mismatch, assert_reductions_close, assert_trees_close, loop_grad, loop_value_and_grad
+from psg.testing import (
+    Mismatch,
+    assert_reductions_close,
+    assert_trees_close,
+    loop_grad,
+    loop_value_and_grad,
+    reference_gram,
+    reference_norm,
+)
 
 # --- the oracle ---------------------------------------------------------------------------------------------
 
@@ -398,6 +406,25 @@ def test_check_holds_the_reductions_too(monkeypatch, args):
     monkeypatch.setattr(psg.factors.Outer, "norm", lambda self: 2 * right(self).sqrt())
     with pytest.raises(Mismatch, match="^norm"):
         psg.check(loss)(*args)
+
+
+@given(big=st.integers(0, 8), entries=st.sampled_from([0, 1, 8191, 8192, 8193, 1 << 20]), n=st.integers(0, 3), seed=st.integers(0, 99))
+def test_references_add_up_many_numbers_in_float32(big, entries, n, seed, device):
+    """Where a few are large, torch's sum of the squares of a million others is off by up to 1e-3."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.full((n, big), 50.0), 0.01 * torch.randn(n, entries, generator=generator)]
+    grads = [leaf.to(device, torch.float32) for leaf in grads]
+    exact = [leaf.double() for leaf in grads]
+    for reference in (reference_norm, reference_gram):
+        assert_trees_close(reference(grads).double(), reference(exact), rtol=1e-5)
+
+
+def test_check_of_a_large_layer_in_float32(device):
+    """The norms and products that psg's are held to were off by more than the tolerance."""
+    params = {"scale": torch.ones(8, device=device, dtype=torch.float32), "w": torch.eye(1000, device=device, dtype=torch.float32)}
+    x = torch.linspace(0.5, 1, 2000, device=device, dtype=torch.float32).reshape(2, 1000)
+    x[:, 8:] *= 0.01
+    psg.check(lambda params, x: 50 * (params["scale"] * x[:8]).sum() + (params["w"] @ x).tanh().sum())(params, x)
 
 
 # --- strategies ---------------------------------------------------------------------------------------------
