@@ -175,6 +175,8 @@ TABLE = [
     ("Nystromformer", "encoder, landmarks", "NystromformerForMaskedLM", BERT | {"num_landmarks": 4, "segment_means_seq_len": LENGTH,
      "conv_kernel_size": 3}, text),
     ("YOSO", "encoder, hashed attention", "YosoForMaskedLM", BERT, padded(text)),
+    ("Funnel", "encoder, pooling", "FunnelForPreTraining", {"vocab_size": VOCABULARY, "d_model": 16, "n_head": 2, "d_head": 8,
+     "d_inner": 24, "block_sizes": [1, 1], "num_decoder_layers": 1}, lambda: {"input_ids": ids(LENGTH), "labels": ids(LENGTH) % 2}),
     # text, decoder
     ("GPT-2", "decoder, tied", "GPT2LMHeadModel", GPT, decoded),
     ("GPT-2 eager", "decoder, tied", "GPT2LMHeadModel", GPT | EAGER, decoded),
