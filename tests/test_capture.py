@@ -1283,6 +1283,7 @@ STAYS = {
     "scatter_add into more columns, by an index that samples share": lambda w, x: score(
         w.exp().scatter_add(0, CONSTANT[:3, None].to(x.device).long().expand(3, 2), (w * x)[:3, :2])
     ),
+    "empty constants that are joined": lambda w, x: (w @ x + torch.cat([torch.zeros(0, device=x.device)] * 2).sum()).sin().sum(),
     "interpolation": lambda w, x: (F.interpolate(w[None, None], (4, 6), mode="bilinear")[0, 0, :, 1:5] @ x).sin().sum(),
 }
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)

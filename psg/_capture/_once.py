@@ -183,7 +183,7 @@ class Once(Watch):
             return
         if _functorch.memory_of(output) not in map(_functorch.memory_of, tensors):
             self.own.note_new(output)
-        elif args and self.own.is_new(args[0]) and output._base is args[0]:
+        elif args and output._base is not None and output._base is args[0] and self.own.is_new(args[0]):
             self.own.note_view(output, lambda owner: func(owner, *args[1:], **kwargs))
 
     def _rewrite(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
