@@ -859,6 +859,7 @@ def test_sums_in_an_order_that_depends_on_the_batch_are_no_meeting(dtype, device
         (lambda p, x: F.linear(x, p["w"]).sum().item(), r"one loss for each of the 5 samples, got float. .* leave out .item\(\)"),
         (lambda p, x: F.linear(x, p["w"]).sum(1).long(), r"expected fn to return real floating-point losses, got dtype torch.int64"),
         (lambda p, x: (x.to_sparse() @ p["w"].T).sum(1), r"of p\['w'\] reaches matmul"),
+        (lambda p, x: (x @ (x.new_zeros(3, WIDTH) + p["w"].to_sparse()).T).sum(1), r"p\['w'\] reaches to_sparse"),
         (lambda p, x: (lambda h: F.linear(h, p["w"]).sum(1) + h.mul_(2).sum(1))(x * 1), r"an input of linear was changed in place"),
     ],
 )

@@ -514,6 +514,8 @@ LEAKS = {
     "interpolate": lambda w, x: score(F.interpolate(w[None, None], scale_factor=2, mode="bilinear").mean() * x),
     "grid_sample": lambda w, x: score(F.grid_sample(w[None, None], x.tanh().expand(1, 2, 2, 3)[..., :2], align_corners=False)),
     "complex numbers and fft": lambda w, x: score(torch.fft.rfft(w, dim=1).abs() @ x[:2]),
+    "a sparse matrix of parameters that is added": lambda w, x: score(w.detach().add(w.to_sparse()) @ x),
+    "a sparse matrix of what a parameter and a sample make": lambda w, x: score(torch.sparse.mm((w * x).to_sparse(), x[:, None])),
     "einsum of two parameters and a sample": lambda w, x: torch.einsum("oi,pi,i->", w, w.tanh(), x),
 }  # fmt: skip
 
@@ -529,6 +531,18 @@ def test_leak(name, args):
     assert_trees_close(grads, expected)
     assert_trees_close(norms, expected.flatten(1).norm(dim=1))
     assert expected.abs().max() > 0  # an exact zero would hide a lost gradient
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+def test_a_sparse_matrix_of_parameters_by_a_constant(args, device):
+    """Of which vmap(grad) computed gradients for the first sample alone."""
+    places, ones = torch.arange(3, device=device).expand(2, 3), torch.ones(3, 4, device=device)
+
+    def fn(w, x):
+        return score(torch.sparse.mm(torch.sparse_coo_tensor(places, w[0], (3, 3)), ones).T @ x)
+
+    assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
+    assert [reason.split(",")[0] for _, reason in psg.explain(fn)(*args).reasons] == ["vmap knows no sparse tensors"] * 2
 
 
 @pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])

@@ -77,6 +77,16 @@ leak(
     when=lambda A, B, *args, **kwargs: A.ndim != B.ndim and (A.ndim, B.ndim) != (2, 1),
     rungs=("capture", "vmap"),
 )
+leak(
+    *(getattr(torch, f"sparse_{layout}_tensor") for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed")),
+    *(getattr(Tensor, f"to_sparse{layout}") for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")),
+    *(Tensor.sparse_mask, torch.sparse.sampled_addmm),
+    reason="vmap knows no sparse tensors, and may give their values wrong gradients",
+    when=lambda *args, **kwargs: any(
+        isinstance(leaf, Tensor) and (leaf.requires_grad or _functorch.is_vmapped(leaf)) for leaf in (*args, *kwargs.values())
+    ),
+    rungs=("capture", "vmap"),
+)
 
 
 def _batches_apart(input: Tensor, indices: Any, values: Any, accumulate: bool = False) -> bool:
