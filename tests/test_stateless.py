@@ -16,6 +16,7 @@ from cases import N, Tied, convnet
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import psg
 from psg.testing import assert_trees_close, loop_grad, loop_value_and_grad
@@ -675,6 +676,25 @@ def test_functions_of_torchscript_run_as_python_where_that_is_the_same(call, dev
         assert_trees_close(values.nan_to_num(), expected[0].nan_to_num())
         assert_trees_close(grads.nan_to_num(), expected[1].nan_to_num())
     assert psg.explain(fn)(w, x).rung == rung
+
+
+BATCHES = {
+    "of parameters": lambda w, x: x @ _softclamp(w),
+    "of parameters and data": lambda w, x: _softclamp(_summed((w[0], w[1]), (x @ w, x @ w))[1] @ w.T, 3),
+    "in a checkpoint": lambda w, x: checkpoint(lambda x: (x @ _softclamp(w)).sin(), x, use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("call", BATCHES)
+def test_functions_of_torchscript_in_a_whole_batch(call, device):
+    def fn(w, x):
+        return BATCHES[call](w, x).sin().sum(1)
+
+    w, x = torch.randn(3, 4, device=device), torch.randn(N, 3, device=device)
+    for n in (0, 1, N):
+        found = psg.per_sample_value_and_grad(fn, method="batch")(w, x[:n])
+        assert_trees_close(found, loop_value_and_grad(lambda w, x: fn(w, x[None])[0])(w, x[:n]))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::psg.FallbackWarning")
@@ -2367,12 +2387,23 @@ def test_a_sparse_buffer_that_is_written_into_is_refused(method, device):
     assert torch.equal(module.seen.to_dense(), torch.eye(3, device=device))
 
 
-@pytest.mark.parametrize("how", [_bound, _scripted], ids=["autograd.Function", "torch.jit"])
-def test_a_batch_whose_module_hands_on_a_parameter_held_elsewhere_is_refused(how, device):
+FROM_A_LIST, BY_A_REFERENCE = "the module uses its parameter 'weight' from a list", "the criterion uses the module's parameter 'weight'"
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (_bound, FROM_A_LIST),
+        (torch.jit.CompilationUnit("def product(w: Tensor, x: Tensor) -> Tensor:\n    return x @ w\n").product, FROM_A_LIST),
+        (_scripted, BY_A_REFERENCE),
+    ],
+    ids=["autograd.Function", "torch.jit", "torch.jit.script"],
+)
+def test_a_batch_whose_module_hands_on_a_parameter_held_elsewhere_is_refused(how, message, device):
     module = nn.Linear(3, 3, bias=False).to(device)
     held = Holder(module.weight)
     losses, params = psg.stateless(module, lambda output: torch.stack([how(held.weight, row).sum() for row in output]), batch_dim=None)
-    with pytest.raises(psg.StateError, match="the module uses its parameter 'weight' from a list"):
+    with pytest.raises(psg.StateError, match=message):
         psg.per_sample_grad(losses, method="batch")(params, torch.randn(4, 3, device=device))
 
 
