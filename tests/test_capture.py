@@ -1257,6 +1257,9 @@ STAYS = {
         + score((x.expand(4, 4) * torch.nan).addmm_(w * x, w, beta=0, alpha=2))
     ),
     "one_hot": lambda w, x: score(w @ F.one_hot((3 * x).long() % 5, 5).to(x.dtype)) + (w @ x)[F.one_hot(x[0].long() % 4, 4).argmax()],
+    "one_hot of a number of classes that is computed": lambda w, x: score(
+        (w @ F.one_hot((3 * x).long() % 3, (x > 99).sum() + 3).to(x.dtype)) * x[:, None]
+    ),
     "entries that are taken": lambda w, x: ((w * x).take((3 * x[:3]).long() % 16) * x[:3]).sin().sum(),
     "columns side by side": lambda w, x: (torch.column_stack([w @ x, w * x]) @ x.repeat(2)[:5]).sin().sum(),
     "blocks along a diagonal": lambda w, x: (torch.block_diag(w * x, w @ x[:, None]).sin() * torch.arange(5.0, device=x.device)).sum(),

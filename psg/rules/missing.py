@@ -369,6 +369,8 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
     """Compare with all classes, as vmap does too, but outside of derivatives alone, and of classes that do not exist it makes zeros."""
     if not _functorch.is_vmapped(tensor) or tensor.dtype != torch.int64:
         return NotImplemented
+    if isinstance(num_classes, Tensor):
+        num_classes = int(num_classes)
     if num_classes == -1 and tensor.numel():
         num_classes = int(tensor.max()) + 1  # the same for all samples, or they part
     if num_classes < 1:
