@@ -171,13 +171,13 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     for position, value in zip(params, values, strict=True):
         tensors[position] = mode.hold(value, tensors[position].detach().requires_grad_())
     called = _pass.Pass()
-    with torch.enable_grad(), _pass.opened(called), _functions.routed(mode.run_function), _inlining(), mode:
+    with torch.enable_grad(), _pass.opened(called), _functions.routed(mode.run_function), _scripts.inlining(), mode:
         outputs = function(tensors, copied)
     if mode.failure is not None:
         raise mode.failure  # fn has caught it
     uses = [list(value.uses) for value in values]
     called.expect_replaced(_autograd.leaves_in(_autograd.nodes_of(outputs[0].grad_fn)))
-    with called.again(), _functions.routed(mode.run_function), _inlining():
+    with called.again(), _functions.routed(mode.run_function), _scripts.inlining():
         try:
             mode.backward(outputs[0])
         except CheckpointError as error:
@@ -204,8 +204,6 @@ def _one_pass(call: Call, function: Function, copied: bool, choices: _Choices) -
     outputs = [output if output in sampled else output.clone() for output in outputs]
     return Captured(call.apart(outputs), [value.factor(n) for value in values], uses)
 
-
-_inlining = partial(_scripts.watched, lambda script, arguments: None, inlines=True)
 
 _FOR_ONE_SAMPLE = 'Write fn for one sample and use method="auto".'
 

@@ -369,7 +369,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
     history = call.needs_derivative
     own, called = [leaves[position].requires_grad_() for position in call.params], _pass.Pass()
     # No mode sees, and so can replace, an outside tensor that fn hands to TorchScript.
-    scripts = _scripts.watched(lambda script, arguments: None, inlines=True) if history and call.outside.found else contextlib.nullcontext()
+    scripts = _scripts.inlining() if history and call.outside.found else contextlib.nullcontext()
     with torch.enable_grad():
         with _pass.opened(called), _ambient.linearizing, scripts, LoopGuard(call, leaves, differentiated, history) as guard:
             values = outputs.of(leaves)

@@ -556,26 +556,21 @@ def tensors_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return operands_of(args, kwargs)[0]
 
 
-def substitute(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same arguments with `function` applied to every leaf."""
+def substitute(tree: Any, function: Callable[[Any], Any], keeps: Callable[[Any], bool] | None = None) -> Any:
+    """The same arguments with `function` applied to every leaf. Parts that `keeps` is true of are the same objects."""
+    if keeps is not None and keeps(tree):
+        return tree
     if isinstance(tree, dict):
-        return {key: substitute(item, function) for key, item in tree.items()}
+        return {key: substitute(item, function, keeps) for key, item in tree.items()}
     if isinstance(tree, (tuple, list)):
-        items = [substitute(item, function) for item in tree]
+        items = [substitute(item, function, keeps) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return function(tree)
 
 
 def substitute_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The same arguments with `function` applied to every tensor. Lists and dicts that hold none are the same objects."""
-    if not tensors_of((tree,), {}):
-        return tree
-    if isinstance(tree, dict):
-        return {key: substitute_tensors(item, function) for key, item in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        items = [substitute_tensors(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return function(tree)
+    return substitute(tree, function, keeps=lambda part: not tensors_of((part,), {}))
 
 
 def call_key(*arguments: Any) -> Any:

@@ -71,6 +71,11 @@ def parameters_of(script: Any) -> Iterator[torch.Tensor]:
         owners += dict(torch._C.ModuleDict(owner).items()).values()
 
 
+def inlining() -> watched:
+    """A context in which functions of `torch.jit.script` run as Python functions, as far as that gives the same."""
+    return watched(lambda script, arguments: None, inlines=True)
+
+
 _current: ContextVar[watched | None] = ContextVar("psg_scripts", default=None)
 
 

@@ -283,7 +283,11 @@ def _promoted(args: Any, kwargs: Any) -> Any:
     if others := [tensor.dtype for tensor in tensors if tensor.ndim]:
         other = reduce(torch.promote_types, others)
         dtype = torch.result_type(torch.empty((), dtype=dtype, device="meta"), torch.empty(1, dtype=other, device="meta"))
-    return substitute((args, kwargs), lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf)
+    return _in_dtype((args, kwargs), dtype)
+
+
+def _in_dtype(arguments: Any, dtype: torch.dtype) -> Any:
+    return substitute(arguments, lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf)
 
 
 def _of_promoted(op: Any) -> None:
@@ -354,7 +358,7 @@ def mixed_binary_cross_entropy_with_logits(input: Tensor, target: Tensor, *args:
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors_of((input, target, *args), kwargs)])
     if not target.is_floating_point() or dtype == target.dtype:
         return NotImplemented
-    operands, options = substitute(((input, target, *args), kwargs), lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) else leaf)
+    operands, options = _in_dtype(((input, target, *args), kwargs), dtype)
     return F.binary_cross_entropy_with_logits(*operands, **options).to(target.dtype)
 
 
