@@ -1501,6 +1501,25 @@ def test_merge_keeps_the_sum(make):
     assert isinstance(merge([made[0][0], made[3][0]]), Outer)
 
 
+@pytest.mark.parametrize("size", CONVS)
+@pytest.mark.parametrize("norm", [None, "gram", "keep"])
+def test_merged_convolutions(make, size, norm):
+    """Of one geometry and size; where each gradient is kept, and smaller than its sides, gradients are added."""
+    terms, tensors = zip(*(make(conv, 2, size) for _ in range(3)), strict=True)
+    first = terms[0]
+    larger = Conv(F.pad(first.cotangent, (0, 1)), F.pad(first.input, (0, first.geometry.stride[-1])), first.geometry)
+    with psg.plans.using(norm=norm):
+        merged = merge(list(terms))
+        apart = norm == "keep" and first.nbytes > first.dense_bytes
+        if apart or norm == "gram":
+            assert isinstance(merged, Sum if apart else Conv)
+        assert_trees_close(merged.materialize(), sum(tensors))
+        assert_trees_close(merged.norm(), reference_norm(sum(tensors)))
+        both = merge([first, larger])
+        assert isinstance(both, Sum)
+        assert_trees_close(both.materialize(), tensors[0] + larger.materialize())
+
+
 @given(
     n=st.integers(0, 3),
     t=st.integers(0, 5),

@@ -307,15 +307,26 @@ def test_a_function_may_answer_what_a_parameter_does_not_have(device):
         assert_trees_close(Outer(side, side).norm(), Outer(side, side).materialize().flatten(1).norm(dim=1))
 
 
-@pytest.mark.parametrize("size, uses, way", [(2, 2, "with their inner products"), (8, 2, "added up"), (4, 6, "added up")])
-def test_a_convolution_used_again(size, uses, way, device):
-    """The cost of inner products of all pairs of uses is quadratic in their number; that of adding up gradients is linear."""
+@pytest.mark.parametrize(
+    "sizes, way",
+    [
+        ((1, 2), "Conv + Conv, with their inner products"),
+        ((8, 9), "Conv + Conv, added up"),
+        ((4, 5, 6, 7, 8, 9), "Conv + Conv + Conv + Conv + Conv + Conv, added up"),
+        ((2, 2), "Gram of "),
+        ((4,) * 6, "materialised and kept"),
+        ((9, 9), "Conv + Conv, added up and kept"),
+    ],
+    ids=str,
+)
+def test_a_convolution_used_again(sizes, way, device):
+    """On images of one size as one of more images; on others by inner products of all pairs, or if there are many by their sum."""
 
     def fn(w, *images):
         return sum(F.conv2d(image, w, padding=1).sin().sum() for image in images)
 
     w = torch.randn(16, 16, 3, 3, device=device)
-    images = [torch.randn(N, 16, size, size, device=device) for _ in range(uses)]
+    images = [torch.randn(N, 16, size, size, device=device) for size in sizes]
     with mock.patch.object(_base, "_TINY", 0):  # small gradients are materialised on devices whose values cannot be read
         assert way in psg.explain(fn)(w, *images).leaves[0].plan
     psg.check(fn)(w, *images)

@@ -70,6 +70,20 @@ def test_conv_by_every_plan(dims, data, norm, gram, materialize, device):
 
 
 @pytest.mark.parametrize("dims", OPS)
+@given(data=st.data(), norm=st.sampled_from([None, "keep", "gram", "chunks"]), other_size=st.booleans())
+def test_filters_used_several_times(dims, data, norm, other_size, device):
+    """Calls on inputs of one size are one factor over all their images."""
+    problem = data.draw(conv_problems(dims))
+
+    def fn(params, x):
+        larger = problem.fn(params, torch.cat([x, x.sin()], -1)) if other_size else 0
+        return problem.fn(params, x) + problem.fn(params, x.sin()) * problem.fn(params, x.cos()) + larger
+
+    with psg.plans.using(norm=norm):
+        assert_agrees(on(problem._replace(fn=fn), device))
+
+
+@pytest.mark.parametrize("dims", OPS)
 @given(data=st.data())
 def test_patches_of_one_sample_at_a_time(dims, data, device):
     with pytest.MonkeyPatch.context() as patch, psg.plans.using(norm="keep", materialize="patches"):

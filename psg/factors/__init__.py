@@ -33,6 +33,7 @@ from psg.factors._base import Dense, Factor
 from psg.factors._conv import Conv, Geometry
 from psg.factors._entries import Entries, merge_entries
 from psg.factors._outer import Outer
+from psg.factors._planned import Planned
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows, merge_rows
 from psg.factors._scaled import Expanded, Scaled, merge_scaled
@@ -81,9 +82,9 @@ def merge(terms: list[Factor]) -> Factor:
     """One factor for a non-empty list of terms of the same parameter.
 
     Dense terms are added, and so are Rows terms of one index tensor. Outer terms become one Outer over all their positions, Rows terms one
-    Rows, Routed terms one Routed, Scaled terms of the same values one Scaled, Entries of the same places one Entries, and Views of disjoint
-    regions one Views. If several factors remain, a Sum holds them. Outer terms whose gradients are smaller than their sides, and kept,
-    remain too.
+    Rows, Routed terms one Routed, Conv terms of one geometry and size one Conv over all their images, Scaled terms of the same values one
+    Scaled, Entries of the same places one Entries, and Views of disjoint regions one Views. If several factors remain, a Sum holds them.
+    Terms whose gradients are smaller than their sides, and kept, remain too.
 
     Args:
         terms: At least one, of the same samples and shape.
@@ -102,16 +103,19 @@ def merge(terms: list[Factor]) -> Factor:
     if len(terms) == 1:
         return terms[0]
     _expect_alike("merge", [(term.n, *term.shape) for term in terms])
-    merged: list[Factor] = [term for term in terms if isinstance(term, Outer) and term.is_added_apart]
+    merged: list[Factor] = [term for term in terms if isinstance(term, Planned) and term.is_added_apart]
     terms = [*merge_rows(terms), *(term for term in terms if term not in merged and not isinstance(term, Rows))]
     dense = [term.values for term in terms if isinstance(term, Dense)]
     if dense:
         merged.append(Dense(sum(dense[1:], start=dense[0])))
-    for kind in _OVER_POSITIONS:
-        alike = [term for term in terms if isinstance(term, kind)]
-        if alike:
-            fields = (_along([getattr(term, name) for term in alike]) for name in kind.fields)
-            merged.append(kind(*fields, *(getattr(alike[0], name) for name in kind.constants)))
+    joined: list[list[Factor]] = []
+    for term in terms:
+        if isinstance(term, _OVER_POSITIONS):
+            own = next((own for own in joined if _can_join(own[0], term)), None)
+            joined.append([term]) if own is None else own.append(term)
+    for own in joined:
+        fields = (_along([getattr(term, name) for term in own]) for name in own[0].fields)
+        merged.append(type(own[0])(*fields, *(getattr(own[0], name) for name in own[0].constants)))
     views = [term for term in terms if isinstance(term, Views)]
     if views:
         merged += merge_views(views, merge)
@@ -121,7 +125,7 @@ def merge(terms: list[Factor]) -> Factor:
     entries = [term for term in terms if isinstance(term, Entries)]
     if entries:
         merged += merge_entries(entries, merge)
-    merged += [term for term in terms if not isinstance(term, (Dense, Entries, Outer, Routed, Rows, Scaled, Views))]
+    merged += [term for term in terms if not isinstance(term, (Dense, Entries, Scaled, Views, *_OVER_POSITIONS))]
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -134,8 +138,15 @@ def _expect_alike(name: str, shapes: Sequence[tuple[Any, ...]]) -> None:
         raise InputError(f"psg.factors.{name}: expected factors of one shape, at least one of them, got {list(shapes)}.")
 
 
-_OVER_POSITIONS: tuple[type[Factor], ...] = (Outer, Rows, Routed)
-"""Kinds whose sum is one of the same kind, over the positions of all terms."""
+_OVER_POSITIONS: tuple[type[Factor], ...] = (Conv, Outer, Rows, Routed)
+"""Kinds whose sum is one of the same kind, over the positions of all terms (images, of convolutions of one size)."""
+
+
+def _can_join(one: Factor, other: Factor) -> bool:
+    """Whether two terms over positions become one: of one kind, with the same constants and, but for the positions, sides of one shape."""
+    if type(one) is not type(other) or any(getattr(one, name) != getattr(other, name) for name in one.constants):
+        return False
+    return all(getattr(one, name).shape[2:] == getattr(other, name).shape[2:] for name in one.fields)
 
 
 def _along(sides: list[Tensor]) -> Tensor:

@@ -86,15 +86,6 @@ class Outer(Planned):
         else:
             out.baddbmm_(self.left.mT, self.right)
 
-    @property
-    def is_added_apart(self) -> bool:
-        """Whether to add up gradients takes less time than to join these sides with others, over whose positions one product adds up.
-
-        Where this gradient alone is kept, so is that of more positions. In half precision sums would be rounded term by term.
-        """
-        sides = self.positions * sum(self.shape)
-        return sides > self.shape.numel() and self.dtype not in HALF and self.is_kept
-
     def norm(self) -> Tensor:
         if not self.is_product or self.is_differentiated:
             return super().norm()

@@ -11,6 +11,7 @@ from torch import Tensor
 from psg import plans
 from psg._hardware import _machine
 from psg._torch import _functorch
+from psg.factors._arithmetic import HALF
 from psg.factors._base import Additive, Dense, Work
 
 _OPS_PER_CARRY = 25
@@ -148,3 +149,11 @@ class Planned(Additive):
     @property
     def is_kept(self) -> bool:
         return self._plan() == "keep"
+
+    @property
+    def is_added_apart(self) -> bool:
+        """Whether to add up gradients takes less time than to join these sides with others, over whose positions one product adds up.
+
+        Where this gradient alone is kept, so is that of more positions. In half precision sums would be rounded term by term.
+        """
+        return self.nbytes > self.dense_bytes and self.dtype not in HALF and self.is_kept
