@@ -19,7 +19,7 @@ Subclasses of `Factor` other than these are not supported: where no kind fits, r
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import optree
@@ -103,29 +103,13 @@ def merge(terms: list[Factor]) -> Factor:
     if len(terms) == 1:
         return terms[0]
     _expect_alike("merge", [(term.n, *term.shape) for term in terms])
-    merged: list[Factor] = [term for term in terms if isinstance(term, Planned) and term.is_added_apart]
-    terms = [*merge_rows(terms), *(term for term in terms if term not in merged and not isinstance(term, Rows))]
-    dense = [term.values for term in terms if isinstance(term, Dense)]
-    if dense:
-        merged.append(Dense(sum(dense[1:], start=dense[0])))
-    joined: list[list[Factor]] = []
+    merged: list[Factor] = []
+    by_kind: dict[type[Factor], list[Any]] = {}
     for term in terms:
-        if isinstance(term, _OVER_POSITIONS):
-            own = next((own for own in joined if _can_join(own[0], term)), None)
-            joined.append([term]) if own is None else own.append(term)
-    for own in joined:
-        fields = (_along([getattr(term, name) for term in own]) for name in own[0].fields)
-        merged.append(type(own[0])(*fields, *(getattr(own[0], name) for name in own[0].constants)))
-    views = [term for term in terms if isinstance(term, Views)]
-    if views:
-        merged += merge_views(views, merge)
-    scaled = [term for term in terms if isinstance(term, Scaled)]
-    if scaled:
-        merged += merge_scaled(scaled)
-    entries = [term for term in terms if isinstance(term, Entries)]
-    if entries:
-        merged += merge_entries(entries, merge)
-    merged += [term for term in terms if not isinstance(term, (Dense, Entries, Scaled, Views, *_OVER_POSITIONS))]
+        own = merged if isinstance(term, Planned) and term.is_added_apart else by_kind.setdefault(type(term), [])
+        own.append(term)
+    for kind, alike in by_kind.items():
+        merged += alike if len(alike) == 1 or kind not in _MERGES else _MERGES[kind](alike)
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -138,20 +122,42 @@ def _expect_alike(name: str, shapes: Sequence[tuple[Any, ...]]) -> None:
         raise InputError(f"psg.factors.{name}: expected factors of one shape, at least one of them, got {list(shapes)}.")
 
 
-_OVER_POSITIONS: tuple[type[Factor], ...] = (Conv, Outer, Rows, Routed)
-"""Kinds whose sum is one of the same kind, over the positions of all terms (images, of convolutions of one size)."""
+def _added(terms: list[Dense]) -> list[Factor]:
+    return [Dense(sum([term.values for term in terms[1:]], start=terms[0].values))]
+
+
+def _joined(terms: Sequence[Factor]) -> list[Factor]:
+    """Terms of one kind; those of the same constants and, but for their positions, the same sizes are one over the positions of all."""
+    groups: list[list[Factor]] = []
+    for term in terms:
+        own = next((own for own in groups if _can_join(own[0], term)), None)
+        groups.append([term]) if own is None else own.append(term)
+    return [own[0] if len(own) == 1 else _over_all_positions(own) for own in groups]
 
 
 def _can_join(one: Factor, other: Factor) -> bool:
-    """Whether two terms over positions become one: of one kind, with the same constants and, but for the positions, sides of one shape."""
-    if type(one) is not type(other) or any(getattr(one, name) != getattr(other, name) for name in one.constants):
-        return False
-    return all(getattr(one, name).shape[2:] == getattr(other, name).shape[2:] for name in one.fields)
+    # Compared, not looked up in a table: in a trace sizes may be symbols.
+    same = all(getattr(one, name) == getattr(other, name) for name in one.constants)
+    return same and all(getattr(one, name).shape[2:] == getattr(other, name).shape[2:] for name in one.fields)
 
 
-def _along(sides: list[Tensor]) -> Tensor:
-    """One tensor of each of several terms, concatenated along the positions."""
-    return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
+def _over_all_positions(terms: Sequence[Factor]) -> Factor:
+    first = terms[0]
+    sides = [torch.cat([getattr(term, name) for term in terms], dim=1) for name in first.fields]
+    return type(first)(*sides, *(getattr(first, name) for name in first.constants))
+
+
+_MERGES: dict[type[Factor], Callable[[list[Any]], Sequence[Factor]]] = {
+    Conv: _joined,
+    Dense: _added,
+    Entries: lambda terms: merge_entries(terms, merge),
+    Outer: _joined,
+    Routed: _joined,
+    Rows: lambda terms: _joined(merge_rows(terms)),
+    Scaled: merge_scaled,
+    Views: lambda terms: merge_views(terms, merge),
+}
+"""How `merge` puts several terms of one kind together."""
 
 
 def concat(factors: Sequence[Factor]) -> Factor:
