@@ -58,11 +58,12 @@ Function = Callable[[Sequence[Tensor], bool], tuple[Tensor, ...]]
 """A call's function, given its tensors and whether to copy those among its keyword arguments: the loss or losses, then other tensors."""
 
 
-def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]]) -> Captured:
+def capture(call: Call, start: _random.Start, function: Function, alone: Callable[[], Sequence[View]]) -> Captured:
     """Run the pass described at the top of this file.
 
     Args:
         call: What to run.
+        start: Where the call begins, for passes that are given up.
         function: Calls its function.
         alone: Calls it on the first sample; returns the views that as_strided makes there.
 
@@ -76,7 +77,6 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
         RuntimeError: vmap cannot run an op, or the function raises one itself.
     """
     known = habits = habits_of(call.fn)
-    start = _random.Start(call.tensors)
     views: Sequence[View] | None = None
     differentiated = call.needs_derivative
     if differentiated:
@@ -97,7 +97,7 @@ def capture(call: Call, function: Function, alone: Callable[[], Sequence[View]])
                         for i, (tensor, dim) in enumerate(zip(given, call.tensor_dims, strict=True))
                     ]
                 captured, better = _one_pass(call, function, given, habits, start.state, views or ())
-                captured = captured.map(level.unwrap)
+                captured = captured.map(level.unwrap) if level.is_added else captured
                 if before != [tensor._version for tensor in filled]:
                     raise StateError(
                         "fn writes into an argument where psg does not see it, in an autograd.Function say. Write into a clone of it."

@@ -123,14 +123,14 @@ def _run_capture(call: Call, start: _random.Start) -> Result:
     if (mode := foreign_mode()) is not None:
         raise Unsupported(mode)
     try:
-        return _capture_together(call)
+        return _capture_together(call, start)
     except (Diverged, Drawn) as error:
         branch = error.with_traceback(None)  # the traceback would keep the pass' tensors alive
     start.go_back()
     # Many models read a mask to leave it out if it masks nothing, unless they are compiled: then they take one branch for all samples.
     # Errors of any kind: what fn does for a compiler may not run here.
     with contextlib.suppress(Exception), _ambient.compiling:
-        return _capture_together(call)
+        return _capture_together(call, start)
     if isinstance(branch, Drawn):
         raise Unsupported(str(branch))  # not `branch`, which this frame and those of its callers hold
     start.go_back()
@@ -151,7 +151,7 @@ def _capture_apart(call: Call, diverged: Diverged, state: _random.State | None, 
 
     def capture_group(own: Call) -> Result:
         try:
-            return _capture_together(own)
+            return _capture_together(own, _random.Start(own.tensors))
         except Diverged as error:
             further = error.with_traceback(None)
         return _capture_apart(own, further, state, left)
@@ -195,10 +195,10 @@ def _run_apart(rung: Callable[[Call], Result], call: Call, groups: list[Tensor],
     )
 
 
-def _capture_together(call: Call) -> Result:
+def _capture_together(call: Call, start: _random.Start) -> Result:
     outputs = _Outputs(call)
     captured = capture(
-        call, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies), lambda: _views_of_a_sample(call)
+        call, start, lambda tensors, copies: outputs.of(_trees.fill(call.leaves, tensors), copies), lambda: _views_of_a_sample(call)
     )
     values, *extra = captured.outputs
     return Result(values, outputs.aux(extra), captured.factors, "capture", captured.uses, freed=captured.freed)

@@ -322,6 +322,11 @@ class gradient_level:
             torch._C._set_grad_enabled(self._before)
             _C._grad_decrement_nesting()
 
+    @property
+    def is_added(self) -> bool:
+        """Whether there is such a level."""
+        return self._level is not None
+
     def wrap(self, tensor: Tensor) -> Tensor:
         """A new tensor of this level, with the history that the given one has below; outside of all transforms a view of it."""
         return tensor.view_as(tensor) if self._level is None else _C._wrap_for_grad(tensor, self._level)
