@@ -161,8 +161,27 @@ def test_many_numbers_computed_from_parameters_are_not_lifted(device, monkeypatc
         assert any(use.endswith("derived") for use in uses) == (params is many)
 
 
+def written_after_no_grad(p, x):
+    with torch.no_grad():
+        scale = F.linear(x, p["w"]).exp_()
+    return scale.add_(F.linear(x, p["w"], p["b"]).relu_())
+
+
 SMALL_LAYERS = {
     "linear": lambda p, x: F.linear(x, p["w"], p["b"]),
+    "linear without a bias": lambda p, x: F.linear(x, p["w"]),
+    "linear of a vector": lambda p, x: F.linear(x[0], p["w"], p["b"]),
+    "linear of more dimensions": lambda p, x: F.linear(torch.stack([x, x.cos()]), p["w"], bias=p["b"]),
+    "linear of strided data": lambda p, x: F.linear(x.mT.contiguous().mT, p["w"], p["b"]),
+    "linear of constants": lambda p, x: F.linear(torch.ones_like(x[0]), p["w"], p["b"]) * x.sum(),
+    "linear, written into": written_after_no_grad,
+    "a frozen weight": lambda p, x: F.linear(x, x.detach().mT @ x, p["w"][0]),
+    "matmul of two matrices": lambda p, x: p["w"] @ x.mT,
+    "matmul of a vector by a matrix": lambda p, x: x[0] @ p["w"].T,
+    "matmul of two vectors": lambda p, x: x[0] @ p["w"][0],
+    "matmul of stacks": lambda p, x: torch.stack([x, x.cos()]) @ p["w"].T,
+    "addmm of a matrix": lambda p, x: torch.addmm(p["b"] * x[:, :1], x, p["w"].T),
+    "addmm of a vector": lambda p, x: torch.addmm(p["b"], x, p["w"].T),
     "matmul": lambda p, x: x @ p["w"].T + p["b"],
     "matmul of a vector": lambda p, x: p["w"] @ x[0] + p["b"],
     "mv": lambda p, x: torch.mv(p["w"], x[0]),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psg
-from psg._capture import _backward
+from psg._capture import _backward, _lifted
 from psg.testing import assert_trees_close, layouts, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -85,6 +85,14 @@ def addmm_problems(draw):
 def test_linear(problem, rules, few, device):
     with mock.patch.object(LINEAR, "_FEW", few):
         assert_agrees(on(problem, device), rules=rules)
+
+
+@given(problem=st.one_of(linear_problems(), stacked_problems(), product_problems(), addmm_problems()))
+def test_products_of_few_numbers(problem, device):
+    """Each sample multiplies by parameters of its own."""
+    with mock.patch.object(_lifted, "_FEW_BYTES", 1 << 17):
+        assert_agrees(on(problem, device))
+        assert_derivatives_agree(on(problem, device))
 
 
 def blocks_of_rows(left, right):

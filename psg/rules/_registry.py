@@ -149,6 +149,7 @@ _misderived: set[Any] = set()
 _everywhere: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
+_batched: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
 ALWAYS, DIFFERENTIATED, MIXED, SPARSE = "any call", "a pass that is differentiated", "numbers of several dtypes", "a sparse tensor"
 REWRITTEN: dict[Any, set[str]] = {}
@@ -369,6 +370,19 @@ def transposable_form(*ops: Any) -> Callable[[Callable[..., Any]], Callable[...,
     return register
 
 
+def batched(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register how to run an op whose rule declines few numbers with parameters of each sample's own, in fewer ops than vmap takes.
+
+    The function takes the tensors that are given by position, with the samples in dim 0; NotImplemented leaves the call to vmap.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _batched.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
 def has_history(*weights: Tensor | None) -> bool:
     """Whether a weight has autograd history. A rule with its own backward pass gives cotangents for its data alone."""
     return any([weight is not None and weight.grad_fn is not None for weight in weights])
@@ -428,6 +442,11 @@ def find_transpose(op: Any) -> Transpose | None:
 def find_transposable_form(op: Any) -> Callable[..., Any] | None:
     """How to rewrite a call of an op with ops that have a transpose, if that is registered."""
     return _transposable_forms.get(op)
+
+
+def find_batched(op: Any) -> Callable[..., Any] | None:
+    """How to run an op with few parameters of each sample's own, if that is registered."""
+    return _batched.get(op)
 
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:

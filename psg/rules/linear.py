@@ -13,7 +13,7 @@ from torch import Tensor
 from psg._hardware import _matmul
 from psg._torch import _ambient
 from psg.factors import Dense, Outer
-from psg.rules._registry import reshape, rule, transpose
+from psg.rules._registry import batched, reshape, rule, transpose
 
 
 def flatten_positions(tensor: Tensor) -> Tensor:
@@ -58,6 +58,23 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         "weight": lambda cotangent: Outer(flatten_positions(cotangent), flatten_positions(input)),
         "bias": sum_positions,
     }
+
+
+@batched(F.linear)
+def linear_of_each(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """([n,*,i], [n,o,i], [n,o]) -> [n,*,o]."""
+    if weight.ndim != 3 or input.ndim < 2 or input.shape[-1] != weight.shape[2] or input.dtype != weight.dtype:
+        return NotImplemented
+    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != weight.dtype):
+        return NotImplemented
+    if input.ndim == 2 or input.ndim == 3 and input.shape[1] == 1:
+        # From the left, so that the gradient of the weight is contiguous.
+        column = input.unsqueeze(2) if input.ndim == 2 else input.mT
+        output = torch.bmm(weight, column) if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, column)
+    else:
+        rows = flatten_positions(input)
+        output = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return reshape(output, (*input.shape[:-1], weight.shape[1]))
 
 
 @transpose(F.linear, data="input", constants=("bias",))

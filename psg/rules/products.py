@@ -20,7 +20,7 @@ from psg._torch import _ambient, _functorch
 from psg.factors import Dense, Factor, Outer, Region, Routed, Views
 from psg.factors._maps import reshaped
 from psg.factors._views import strides_of
-from psg.rules._registry import decomposition, reshape, rule, transposable_form, transpose
+from psg.rules._registry import batched, decomposition, reshape, rule, transposable_form, transpose
 from psg.rules.linear import flatten_positions, linear
 
 _SMALL_GRADIENTS = 1 << 20
@@ -258,6 +258,16 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     return _pair(("input", "other"), (input, other), equation, shared, stretch="".join(filter(str.isupper, equation)))
 
 
+@batched(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
+def matmul_of_each(input: Tensor, other: Tensor) -> Any:
+    """Matrices and vectors: ([n,t,i] or [n,i], [n,i,o] or [n,i]) -> [n,t,o], [n,o] or [n,t]."""
+    if input.dtype != other.dtype or not 5 <= input.ndim + other.ndim <= 6 or max(input.ndim, other.ndim) != 3:
+        return NotImplemented
+    row, column = input.ndim == 2, other.ndim == 2
+    output = torch.bmm(input.unsqueeze(1) if row else input, other.unsqueeze(2) if column else other)
+    return reshape(output, output.shape[::2] if row else output.shape[:2]) if row or column else output
+
+
 def _is_copied_by_torch(input: Tensor, other: Tensor, shared: Collection[str]) -> bool:
     """Whether torch.matmul, which copies shared matrices for every sample, would write more than the data has."""
     (rows, inner), columns = input.shape[-2:], other.shape[-1]
@@ -386,6 +396,14 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
         "input": lambda cotangent: Dense(beta * cotangent.sum(1)),
         "mat2": lambda cotangent: Outer(alpha * mat1, cotangent),
     }
+
+
+@batched(torch.addmm, Tensor.addmm)
+def addmm_of_each(input: Tensor, mat1: Tensor, mat2: Tensor) -> Any:
+    """([n,o] or [n,t,o], [n,t,i], [n,i,o]) -> [n,t,o]."""
+    if mat1.ndim != 3 or mat2.ndim != 3 or input.ndim not in (2, 3) or not input.dtype == mat1.dtype == mat2.dtype:
+        return NotImplemented
+    return torch.baddbmm(input.unsqueeze(1) if input.ndim == 2 else input, mat1, mat2)
 
 
 @rule(torch.addmv, Tensor.addmv, params=("input", "mat", "vec"), declines_few=True, differentiable=True)
