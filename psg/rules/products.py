@@ -260,12 +260,17 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
 
 @batched(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul_of_each(input: Tensor, other: Tensor) -> Any:
-    """Matrices and vectors: ([n,t,i] or [n,i], [n,i,o] or [n,i]) -> [n,t,o], [n,o] or [n,t]."""
-    if input.dtype != other.dtype or not 5 <= input.ndim + other.ndim <= 6 or max(input.ndim, other.ndim) != 3:
+    """Matrices and vectors: ([n,t,i] or [n,i], [n,i,o] or [n,i]) -> [n,t,o], [n,t], [n,o] or [n]."""
+    dims = input.ndim, other.ndim
+    if input.dtype != other.dtype or min(dims) < 2 or max(dims) > 3:
         return NotImplemented
-    row, column = input.ndim == 2, other.ndim == 2
-    output = torch.bmm(input.unsqueeze(1) if row else input, other.unsqueeze(2) if column else other)
-    return reshape(output, output.shape[::2] if row else output.shape[:2]) if row or column else output
+    if dims == (2, 2):
+        return (input * other).sum(1) if input.shape == other.shape else NotImplemented
+    if dims == (3, 3):
+        return torch.bmm(input, other)
+    if dims == (2, 3):
+        return reshape(torch.bmm(input.unsqueeze(1), other), (len(input), other.shape[2]))
+    return reshape(torch.bmm(input, other.unsqueeze(2)), input.shape[:2])
 
 
 def _is_copied_by_torch(input: Tensor, other: Tensor, shared: Collection[str]) -> bool:
