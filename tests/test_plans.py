@@ -17,8 +17,9 @@ from torch import nn
 import psg
 from psg import plans
 from psg._capture import _backward
+from psg._hardware import _machine
 from psg._torch import _autograd
-from psg.factors import Conv, Dense, Geometry, Outer, Region, Rows, Views, _base, _planned
+from psg.factors import Conv, Dense, Geometry, Outer, Region, Rows, Sum, Views, _base, _planned, merge
 from psg.testing import assert_trees_close
 
 
@@ -333,6 +334,54 @@ def test_a_convolution_used_again(sizes, way, device):
     factor = psg.factored_grad(fn)(w, *images)
     rows = factor.materialize().flatten(1)
     assert_trees_close(factor.gram(), rows @ rows.T, per_sample=False)
+
+
+@pytest.mark.parametrize("size, dilations", [((32,), (1, 2, 4, 8)), ((6, 6), (1, 2, 3))], ids=["long", "in pairs"])
+def test_a_sum_is_kept_where_none_of_its_terms_would_be_alone(size, dilations, device, monkeypatch):
+    """Its norm takes all of them, or the patches of every pair; after that a weighted sum would take all once more."""
+    monkeypatch.setattr(_machine, "pages_are_kept", lambda: True)
+    dims, side = len(size), torch.randn(16, 1, 96, *size, device=device)
+    each = [Geometry((3,) * dims, (1,) * dims, (d,) * dims, (d,) * dims, 1) for d in dilations]
+    factor = merge([Conv(side, side, geometry) for geometry in each])
+    assert isinstance(factor, Sum) and len(factor.terms) == len(dilations)
+    narrow = factor.to(torch.float32)
+    if side.is_cpu:
+        assert not any(term.is_kept for term in narrow.terms)
+        assert type(narrow.settle()) is Dense and narrow.plan().endswith("added up and kept")
+    dense, weights = Dense(factor.materialize()), torch.rand(16, device=device)
+    with plans.using(keep_bytes=0):
+        assert type(narrow.settle()) is Sum
+    for norm in ("keep", "gram", "chunks"):
+        with plans.using(norm=norm):
+            settled = factor.settle()
+            assert_trees_close(settled.norm(), dense.norm())
+            assert_trees_close(settled.weighted_sum(weights), dense.weighted_sum(weights), per_sample=False)
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3)),
+    groups=st.integers(1, 2),
+    n=st.sampled_from([0, 1, 3]),
+    norm=st.sampled_from([None, "keep", "gram", "chunks"]),
+    others=st.booleans(),
+)
+def test_filters_used_again_over_drawn_sizes_and_dilations(uses, sizes, groups, n, norm, others, device):
+    outputs, inputs, kernel = sizes
+    w = torch.randn(groups * outputs, inputs, kernel, device=device)
+    data = [torch.randn(n, groups * inputs, size, device=device) for size, _ in uses]
+
+    def fn(w, *data):
+        each = zip(data, uses, strict=True)
+        total = sum(F.conv1d(x, w, padding=3, dilation=d, groups=groups).sin().sum() for x, (_, d) in each)
+        return total + (w * data[0].sum()).sin().sum() + w.square().sum() if others else total
+
+    with plans.using(norm=norm):
+        psg.check(fn)(w, *data)
+        found = psg.clipped_grad(fn, 1.0)(w, *data)
+    expected = psg.clipped_grad(fn, 1.0, method="loop")(w, *data)
+    assert_trees_close(found.norms, expected.norms)
+    assert_trees_close(found.grads, expected.grads, per_sample=False, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

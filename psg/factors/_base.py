@@ -116,8 +116,10 @@ class Work(NamedTuple):
     norm: float
     """Its own squared norm, in the cheapest way."""
     gram: float
-    """Inner products of all its positions with each other; inf if its inner products with other terms take gradients."""
+    """Inner products with the positions of a term like it; inf if its inner products with other terms take gradients."""
     materialize: float
+    sum: float
+    """A weighted sum that leaves samples out."""
 
 
 class Factor(ABC):
@@ -581,7 +583,7 @@ class Dense(Factor):
 
     def _work(self) -> Work:
         read = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
-        return Work(read, math.inf, read)
+        return Work(read, math.inf, read, read)
 
     def settle(self) -> Factor:
         return self

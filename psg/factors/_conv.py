@@ -14,7 +14,7 @@ from psg._errors import InputError
 from psg._hardware import _fused, _machine, _matmul
 from psg._torch import _functorch
 from psg.factors._arithmetic import scale_rows, squared_terms_of, wide, wide_bmm, widen
-from psg.factors._base import Dense, expect_real
+from psg.factors._base import Dense, Work, expect_real
 from psg.factors._outer import Outer
 from psg.factors._planned import Costs, Planned, remembered
 from psg.factors._sketch import Sketch
@@ -493,6 +493,10 @@ class Conv(Planned):
         # On an accelerator, copies that are not in order are slow, and those of every other pixel read them all (measured on an H200).
         passes = 2 if self.device.type == "cpu" else 6 * self.geometry.stride[-1]
         return passes * _machine.reused_byte(self.device, self.dtype) * self._patch_bytes()
+
+    def _work(self) -> Work:
+        # Inner products with another term take the patches of both.
+        return super()._work()._replace(gram=self._gram_costs()["patches"] + self._patch_cost())
 
     def _sum_cost(self) -> float:
         return min(self._sum_costs().values())

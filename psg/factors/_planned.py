@@ -38,6 +38,15 @@ def remembered(compute: "Callable[[Any], Costs]") -> "Callable[[Any], Costs]":
     return costs
 
 
+def norm_and_sum(factor: Any, plan: str) -> tuple[Any, ...]:
+    """What a plan for a norm and a weighted sum computes."""
+    weights = torch.ones(factor.n, device=factor.device)
+    if plan == "keep":
+        dense = Dense(factor.materialize())
+        return dense, dense.norm(), dense.weighted_sum(weights)
+    return factor._norm_by(plan), factor.weighted_sum(weights)
+
+
 class Planned(Additive):
     """A factor with several plans for its norm, and for its norm and weighted sum together: the question "norm" of `psg.plans`.
 
@@ -125,18 +134,11 @@ class Planned(Additive):
             costs["keep"] = 0.0
         if not plans.may_keep(self.dense_bytes):
             del costs["keep"]
-        return plans.choose("norm", costs, self, self._norm_and_sum_by)
-
-    def _norm_and_sum_by(self, plan: str) -> tuple[Any, ...]:
-        weights = torch.ones(self.n, device=self.device)
-        if plan == "keep":
-            dense = Dense(self.materialize())
-            return dense, dense.norm(), dense.weighted_sum(weights)
-        return self._norm_by(plan), self.weighted_sum(weights)
+        return plans.choose("norm", costs, self, functools.partial(norm_and_sum, self))
 
     def _work(self) -> Work:
         costs = self._norm_costs()
-        return Work(min(costs.values()), costs["gram"], self._materialize_cost())
+        return Work(min(costs.values()), costs["gram"], self._materialize_cost(), self._sum_cost())
 
     @property
     def is_made_anew(self) -> bool:

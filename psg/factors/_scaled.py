@@ -88,7 +88,7 @@ class Expanded(Factor):
         return Expanded(Dense(self.values)._segment_sum(division).materialize(), self.shape)
 
     def _work(self) -> Work:
-        return Work(0, math.inf, _machine.reused_byte(self.device, self.dtype) * self.sample_bytes)
+        return Work(0, math.inf, _machine.reused_byte(self.device, self.dtype) * self.sample_bytes, 0)
 
     def plan(self) -> str:
         return "expanded"
@@ -282,10 +282,11 @@ class Scaled(Factor):
             return None
         written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
         materialize, products = own.materialize + written, products_in(self)
+        summed = materialize + written if self.shared is None else own.sum
         if products is None:
-            return Work(0 if self._is_one_term else materialize + written, math.inf, materialize)
+            return Work(0 if self._is_one_term else materialize + written, math.inf, materialize, summed)
         gram = _pairs_cost(products[0], products[0])
-        return Work(min(gram, materialize + written), gram, materialize)
+        return Work(min(gram, materialize + written), gram, materialize, summed)
 
     def plan(self) -> str:
         return f"scaled: {self.factor.plan()}"

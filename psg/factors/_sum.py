@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from psg import plans
 from psg._hardware import _machine, _memory
 from psg.factors._arithmetic import HALF, wide
 from psg.factors._base import Additive, Dense, Factor, Work
-from psg.factors._planned import Costs
+from psg.factors._planned import Costs, norm_and_sum
 from psg.factors._scaled import Expanded, Scaled, are_few, products_in
 from psg.factors._sketch import Sketch
 from psg.factors._views import Views
@@ -121,7 +121,7 @@ class Sum(Additive):
     def is_kept(self) -> bool:
         # Once one term is materialised, adding the others to it costs less than inner products with it.
         mixed = self.is_mixed and plans.may_keep(self.dense_bytes)
-        return mixed or any(term.is_kept for term in self.terms)
+        return mixed or any(term.is_kept for term in self.terms) or self._plan_with_sum() == "keep"
 
     def plan(self) -> str:
         if not self.terms:
@@ -139,6 +139,17 @@ class Sum(Additive):
             return "gram"
         costs = {"gram": math.inf, "chunks": 0.0} if self.prefers_exact_norm else self._norm_costs()
         return plans.choose("norm", costs, self, self._norm_by)
+
+    def _plan_with_sum(self) -> str:
+        """The plan for norm and weighted sum together: also "keep", since the sum would form all terms once more."""
+        works = [work for term in self.terms if (work := term._work()) is not None]
+        if len(self.terms) < 2 or len(works) < len(self.terms) or not plans.may_keep(self.dense_bytes):
+            return self._plan()
+        summed = sum(work.sum for work in works)
+        kept = len(works) * _machine.kept_byte(self.device, self.dtype, self.dense_bytes) + _machine.masked_byte(self.device, self.dtype)
+        costs = {plan: cost + summed for plan, cost in self._norm_costs().items()}
+        costs["keep"] = 0.0 if self.prefers_exact_norm else sum(work.materialize for work in works) + kept * self.sample_bytes
+        return plans.choose("norm", costs, self, partial(norm_and_sum, self))
 
     def _norm_costs(self) -> Costs:
         """The costs of both, in operations for one sample."""
@@ -163,7 +174,7 @@ class Sum(Additive):
         written = _machine.reused_byte(self.device, self.dtype) * self.sample_bytes
         materialize = sum(work.materialize for work in works) + len(works) * written
         norm = sum(work.norm for work in works) if len(works) < 2 else self._norm_costs()[self._plan()]
-        return Work(norm, math.inf, materialize)
+        return Work(norm, math.inf, materialize, sum(work.sum for work in works))
 
     def _zeros(self, *shape: int) -> Tensor:
         return self.like.new_zeros(shape, dtype=wide(self.dtype).to_real())

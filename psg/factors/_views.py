@@ -202,8 +202,8 @@ class Views(Additive):
         if len(works) < len(self.factors):
             return None
         beside = _machine.reused_byte(self.device, self.dtype) * (self.shape.numel() - self._covered) * self.dtype.itemsize
-        norm, gram, materialize = map(sum, zip(*works, strict=True))
-        return Work(norm, gram, materialize + beside)
+        norm, gram, materialize, summed = map(sum, zip(*works, strict=True))
+        return Work(norm, gram, materialize + beside, summed)
 
     def plan(self) -> str:
         return f"views: {', '.join(dict.fromkeys(factor.plan() for factor in self.factors))}"
