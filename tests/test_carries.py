@@ -311,7 +311,7 @@ KERNELS = {
     "filters scaled": (lambda w, s: w * s.detach()[:, None, None], Conv),
     "filters scaled by parameters": (lambda w, s: w * s[:, None, None], Conv),
     "channels scaled": (lambda w, s: w * s.detach()[:2, None], Scaled),
-    "filters side by side": (lambda w, s: torch.cat([w[:1].detach(), w, 0.5 * w]), Sum),
+    "filters side by side": (lambda w, s: torch.cat([w[:1].detach(), w, 0.5 * w]), Conv),
     "channels side by side": (lambda w, s: torch.cat([w.narrow(1, 0, 1).detach(), w.narrow(1, 1, 1)], 1), Views),
     "weight norm": (lambda w, s: torch._weight_norm(w, s[:, None, None], 0), Sum),
     "standardised": (lambda w, s: (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True), Sum),
@@ -323,7 +323,7 @@ KERNELS = {
         lambda w, s: F.batch_norm(w.reshape(1, 4, -1), None, None, None, s * 0.3, training=True).reshape_as(w),
         Sum,
     ),
-    "the mean of two": (lambda w, s: torch.stack([w, w * s[:, None, None]]).mean(0), Sum),
+    "the mean of two": (lambda w, s: torch.stack([w, w * s[:, None, None]]).mean(0), Conv),
     "by the statistics of batch norm": (
         lambda w, s: F.batch_norm(w.reshape(1, 4, -1), torch.ones_like(s), torch.full_like(s, 2.0)).reshape_as(w),
         Dense,
