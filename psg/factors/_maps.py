@@ -326,6 +326,8 @@ def _(factor: Dense, matrix: Tensor) -> Factor | None:
         return Dense(_sparse_product(matrix.t(), values))
     if rows * (made + columns) < made * columns:  # a product with few terms, whose factor is smaller than its gradient
         return Outer(matrix.expand(n, rows, made), values)
+    if values.mT.is_contiguous():
+        return Dense((values.mT @ matrix).mT)  # one product for all samples, where the other way round is one for each
     return Dense(matrix.t() @ values)
 
 
