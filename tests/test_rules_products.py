@@ -315,6 +315,36 @@ class Largest(TorchDispatchMode):
         return output
 
 
+@given(n=st.sampled_from([0, 1, 3]), lead=st.lists(sides, max_size=2), i=sides, o=sides, seed=st.integers(0, 99))
+def test_a_matrix_by_single_columns(n, lead, i, o, seed, device):
+    torch.manual_seed(seed)
+    params = {"w": torch.randn(o, i, device=device), "v": torch.randn(o, o, device=device)}
+    fn = lambda p, x: score(p["v"] @ (p["w"] @ x).sin())  # noqa: E731
+    assert_agrees(Problem(fn, (params, torch.randn(n, *lead, i, 1, device=device))))
+
+
+class Called(TorchDispatchMode):
+    """The ops that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_single_columns_of_all_samples_are_one_product(device):
+    fn = lambda p, x: (p["v"] @ (p["w"] @ x).sin()).sin().sum()  # noqa: E731
+    params = {name: torch.randn(50, 50, device=device) / 7 for name in "vw"}
+    x = torch.randn(9, 50, 1, device=device)
+    with Called() as called:
+        norms = psg.per_sample_norm(fn)(params, x)
+    assert torch.ops.aten.bmm.default not in called.ops
+    assert_trees_close(norms, psg.tree.norm(loop_grad(fn)(params, x)))
+
+
 @pytest.mark.parametrize("equation", ["tef,efd,te->td", "te,tef,efd->td", "efd,tef,te->td"])
 def test_experts_meet_their_gates_before_one_another(equation, device):
     n, t, e, f, d = 3, 7, 4, 5, 6
@@ -477,6 +507,8 @@ def test_what_is_added_to_a_product_of_parameters(device):
 LAYOUTS = {
     "mm": lambda w, x: torch.mm(w, x),
     "mm, the parameter second": lambda w, x: torch.mm(x.T, w.T),
+    "matmul of a column": lambda w, x: w @ x[:, :1],
+    "matmul of columns": lambda w, x: w @ x.T[:, :, None],
     "bmm": lambda w, x: torch.bmm(x.view(3, 1, 5).expand(3, 4, 5).mT, w.view(1, 4, 3).expand(3, 4, 3)),
     "baddbmm": lambda w, x: torch.baddbmm(w[:, :1, None], x.T[None].expand(4, 5, 3), w[:, :, None].expand(4, 3, 2)),
     "addbmm": lambda w, x: torch.addbmm(w[:1, :2], x.T[None].expand(4, 5, 3), w[:, :, None].expand(4, 3, 2)),

@@ -245,7 +245,8 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     if "other" not in shared and input.ndim == 2 and other.ndim > 1:
         if other.ndim == 2:  # a vector
             return other @ input.T, {"input": lambda cotangent: Outer(cotangent[:, None], other[:, None])}
-        output = input @ other
+        # Single columns are rows just as well: of these, torch multiplies those of all samples at once.
+        output = linear(other.squeeze(-1), input)[0].unsqueeze(-1) if other.shape[-1] == 1 else input @ other
         return reshape(output, output.shape), {
             "input": lambda cotangent: Outer(flatten_positions(cotangent.mT), flatten_positions(other.mT))
         }
