@@ -20,6 +20,7 @@ The wrappers of parameters that fn holds require grad, though no gradient should
 unseen, which is an error. Activation checkpointing runs ops again in the backward pass, so that pass runs under the same mode.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,8 +38,9 @@ from psg._call import Call
 from psg._capture._capture import Captured, Function
 from psg._capture._carries import run_pullable
 from psg._capture._derived import derives
-from psg._capture._lifted import Lifted, Tap, Watch, pull_back
+from psg._capture._lifted import Lifted, Tap, pull_back
 from psg._capture._operands import run_rule
+from psg._capture._rewriting import Rewriting
 from psg._errors import InputError, PsgError, StateError, first_line, user_line
 from psg._torch import _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._autocast import cast_of
@@ -51,6 +53,8 @@ from psg._torch._ops import (
     METADATA,
     PREDICATES,
     REQUIRING,
+    SET_DATA,
+    SHOWING,
     Node,
     handle_only,
     handled_by,
@@ -66,8 +70,9 @@ from psg._torch._ops import (
 )
 from psg._watch import _copies, _pass
 from psg._watch._habits import Retry, habits_of, remember
+from psg._watch._marks import Marks
 from psg._watch._outside import Looking
-from psg._watch._writes import changes_nothing, written
+from psg._watch._writes import Aliases, changes_nothing, written
 from psg.factors._arithmetic import as_real
 from psg.rules import _kernels, _registry
 from psg.rules.embedding import LOOKUPS
@@ -103,7 +108,7 @@ def capture_batch(call: Call, function: Function) -> Captured:
         StateError: Two losses depend on one row.
         NotFinite: A row's cotangent is infinite or NaN.
     """
-    choices, copied = _Choices({}, set()), habits_of(call.fn).copied
+    choices, copied = _Choices.of({}), habits_of(call.fn).copied
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
     instead = ""  # what has been tried since
     start = _random.Start(call.tensors)
@@ -116,16 +121,20 @@ def capture_batch(call: Call, function: Function) -> Captured:
             remember(call.fn, habits_of(call.fn)._replace(copied=True))
         except _SharedRows as error:
             failure, instead = failure or error.failure, "one value for all samples"
-            choices = _Choices(choices.known | dict.fromkeys(error.keys, True), set())
+            choices = _Choices.of(choices.known | dict.fromkeys(error.keys, True))
         except (InputError, StateError) as error:
-            if not choices.guessed:
+            # Rows of each sample's own have shown in the backward pass whose they are, if there was one.
+            if not (changed := choices.guessed or (choices.parted if isinstance(error, InputError) else ())):
                 if failure is None:
                     raise error from None
                 if str(error) != str(failure):
                     failure.add_note(f"With {instead} instead: {error}")
                 raise failure from None
-            failure, instead = failure or type(error)(*error.args), "rows of each sample's own"
-            choices = _Choices(choices.known | dict.fromkeys(choices.guessed, False), set())
+            failure, instead = (
+                failure or type(error)(*error.args),
+                "rows of each sample's own" if choices.guessed else "one value for all samples",
+            )
+            choices = _Choices.of(choices.known | dict.fromkeys(changed, not choices.guessed))
         start.go_back()
 
 
@@ -137,12 +146,20 @@ class _Choices(NamedTuple):
     """Which ops make one value for all samples, and which make rows of each sample's own.
 
     Attributes:
-        known: True for one value, as a backward pass has shown; False if a pass that computed one value has failed.
+        known: True for one value, as a backward pass has shown, or if a pass that made rows has failed; False if a pass that computed one
+            value has failed.
         guessed: The ops for which the current pass computes one value without knowing.
+        parted: Those for which it makes rows without knowing.
     """
 
     known: dict[_Choice, bool]
     guessed: set[_Choice]
+    parted: set[_Choice]
+
+    @classmethod
+    def of(cls, known: dict[_Choice, bool]) -> "_Choices":
+        """The choices at the start of a pass."""
+        return cls(known, set(), set())
 
 
 class _SharedRows(PsgError):
@@ -216,8 +233,10 @@ _FAILURES = {
 """Errors of torch's in the backward pass, by a part of their message, and why they are raised."""
 
 
-class _BatchMode(Watch, Looking):
+class _BatchMode(Rewriting, Looking):
     """Watches the calls of the function and routes those that meet a parameter."""
+
+    held = 4  # also what fn holds
 
     def __init__(
         self,
@@ -228,7 +247,8 @@ class _BatchMode(Watch, Looking):
         look: Callable[..., Any],
         choices: _Choices,
     ) -> None:
-        super().__init__(n, params, inputs)
+        super().__init__(n, params, inputs, Aliases((), follows=False))
+        self.own = Marks()
         self.sampled = sampled
         self.look = look
         self.choices = choices
@@ -258,12 +278,20 @@ class _BatchMode(Watch, Looking):
             self.failure = type(error)(*error.args)
             raise
         self.sampled.follow(func, tensors, output, target)
+        if target is None and isinstance(output, Tensor) and self._is_constant(output):
+            self.note_constant(func, args, kwargs, tensors, output)
         return output
 
     def _route(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], target: Any) -> Any:
         self.look(func, tensors, self.by_handle.keys(), self.level)
         if target is not None:
-            self._protect(func, target)
+            output = self._protect(func, args, kwargs, target)
+            if output is not NotImplemented:
+                return output
+        if func in SHOWING:
+            self.aliases.show(args[0])
+        if func == SET_DATA or func is Tensor.set_:
+            self.own.forget_new(args[0])
         refuse_updates(func, args, kwargs, target)
         if func == torch._VF._make_dual or (func in DIFFERENTIATING and kwargs.get("create_graph")):
             raise InputError(
@@ -326,6 +354,7 @@ class _BatchMode(Watch, Looking):
             if output is not NotImplemented:
                 if func in VIEWING:
                     self.repeated[_functorch.storage_of(output)] = met[0].leaf.shape[1:].numel()
+                    self.aliases.show(met[0].leaf)  # in torch, a write into it would reach this output
                 return output
         if not others and _registry.find_leak(func, args, kwargs, "vmap") is None:
             return self._derive(func, met, args, kwargs)
@@ -390,6 +419,10 @@ class _BatchMode(Watch, Looking):
             output = self._spread(func, args, kwargs, met)
             if output is not NotImplemented:
                 return output
+        if target is not None:
+            output = self._rewrite(func, args, kwargs, target)
+            if output is not NotImplemented:
+                return output
         if self.n > 1 and _counts_ids(func, args, kwargs) and any(leaf in self.sampled for leaf in others):
             raise InputError(
                 f'method="batch": {met[0].name} reaches {name_of(func)} at {user_line()} with scale_grad_by_freq=True, which counts the '
@@ -426,17 +459,21 @@ class _BatchMode(Watch, Looking):
         self.failure = InputError(message)
         raise InputError(message)
 
-    def _protect(self, func: Any, target: Any) -> None:
-        """Refuse to write into memory that the caller owns."""
+    def _protect(self, func: Any, args: Any, kwargs: Any, target: Any) -> Any:
+        """Refuse to write into memory that the caller owns. Write into what is computed once; NotImplemented for other targets."""
         memories = set(map(_functorch.memory_of, written(target)))
         if memories & self.owned:
             raise InputError(
                 f'method="batch": {name_of(func)} at {user_line()} writes into a parameter, or a view of one. Write into a clone of it.'
             )
         if memories & self.derived_at:
+            output = self._rewrite(func, args, kwargs, target)
+            if output is not NotImplemented:
+                return output
             raise InputError(
-                f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, which would be another '
-                "value for what has read it before. Use the op that gives a new tensor."
+                f'method="batch": {name_of(func)} at {user_line()} writes into what was computed from parameters, where it cannot be told '
+                "what that becomes for all samples: the write depends on the samples, say, or other tensors share the memory. Use the op "
+                "that gives a new tensor."
             )
         # In torch that is a view, which may be written into where an entry counts once: in one repetition, or if there is only one.
         targets = [tensor for tensor in written(target) if tensor.layout == torch.strided] if self.repeated else []
@@ -447,6 +484,36 @@ class _BatchMode(Watch, Looking):
             )
         if memories & self.given:
             raise Retry(f"{name_of(func)} writes into an input, or a view of one", copied=True)
+        return NotImplemented
+
+    def _rewrite(self, func: Any, args: Any, kwargs: Any, target: Any) -> Any:
+        """Write into what is computed once, or make a new constant that; NotImplemented where that cannot be told, or samples meet it.
+
+        Where the write is not the same for all samples, the backward pass tells, as for any value that is computed once.
+        """
+        if not isinstance(target, Tensor) or not args or args[0] is not target or _functorch.current_level() != self.level:
+            return NotImplemented
+        others = [tensor for tensor in tensors_of(args, kwargs) if id(tensor) not in self.by_handle]
+        if target.grad_fn is not None or not all(map(self._is_constant, others)):
+            return NotImplemented  # with a history, it is data, or an autograd.Function has returned it
+        family = self.family_of(target, self.by_handle.get(id(target)))
+        read = {id(tensor) for tap in self.taps for tensor, _ in tap.inputs}  # what rules will read again
+        if family is None or not read.isdisjoint(map(id, (family.owner, *family.views))):
+            return NotImplemented
+        return self.rewrite_once(func, args, kwargs, family)
+
+    def derive_anew(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As in the base class."""
+        return self._derive(func, self.lifted_among(tensors_of(args, kwargs)), args, kwargs)
+
+    def below(self) -> contextlib.AbstractContextManager[Any]:
+        """As in the base class."""
+        return _autograd.unhooked()
+
+    def wrapped(self, value: Lifted) -> Tensor:
+        """As in the base class."""
+        assert value.value is not None
+        return value.value.detach().requires_grad_()
 
     def _derive(self, func: Any, met: list[Lifted], args: Any, kwargs: Any, watched: bool = False) -> Any:
         """Compute an op on parameters and shared tensors once, with a history by which gradients are pulled back.
@@ -456,12 +523,12 @@ class _BatchMode(Watch, Looking):
         args, kwargs = substitute((args, kwargs), self.attached)
         with _autograd.unhooked():  # a checkpoint would drop what this op saves, and find it by running fn again without rules
             output = self._run_inside(func, args, kwargs) if watched else run_pullable(func, *args, **kwargs)
-        return self.lift(func, met, args, kwargs, output, lambda _, part: part.detach().requires_grad_())[0]
+        return self.lift(func, met, args, kwargs, output)[0]
 
     def _is_for_all(self, choice: _Choice, likely: bool) -> bool:
         """Whether to compute one value for all samples, rather than rows of each sample's own. If this is unknown, guess what is likely."""
-        if likely and choice not in self.choices.known:
-            self.choices.guessed.add(choice)
+        if choice not in self.choices.known:
+            (self.choices.guessed if likely else self.choices.parted).add(choice)
         return self.choices.known.get(choice, likely)
 
     def _bare(self, tree: Any) -> Any:

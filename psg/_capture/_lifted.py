@@ -269,9 +269,11 @@ class Watch(TorchFunctionMode):
         value = self.by_handle.get(id(leaf))
         return leaf if value is None else value.attached
 
-    def lift(
-        self, func: Any, parents: list[Lifted], args: Any, kwargs: Any, output: Any, wrap: Callable[[Lifted, Tensor], Tensor]
-    ) -> tuple[Any, list[Lifted], list[Tensor]]:
+    def wrapped(self, value: Lifted) -> Tensor:
+        """The tensor under which the function is to hold a derived value."""
+        raise NotImplementedError
+
+    def lift(self, func: Any, parents: list[Lifted], args: Any, kwargs: Any, output: Any) -> tuple[Any, list[Lifted], list[Tensor]]:
         """Lift an op's output; returns what the function gets, the derived values in it, and the tensors in it without a history."""
         several = isinstance(output, (tuple, list))
         parts = list(output) if several else [output]
@@ -285,7 +287,7 @@ class Watch(TorchFunctionMode):
             if isinstance(part, Tensor) and part.requires_grad:
                 step = Step(part_of(func, i if several else None), args, kwargs, part, name_of(func))
                 values.append(Lifted.derivation(step, parents, self.n))
-                parts[i] = self.hold(values[-1], wrap(values[-1], part))
+                parts[i] = self.hold(values[-1], self.wrapped(values[-1]))
             elif isinstance(part, Tensor) and id(part) not in given:
                 constants.append(part)
         self.values += values

@@ -1,12 +1,8 @@
-"""Values computed once for all samples: how they are computed from parameters and constants, and what becomes of them in a write.
-
-A write into such a value, into a new constant, or into a view of one, is run as an op that computes what the tensor becomes; then fn's own
-tensors become the results.
-"""
+"""Values computed once for all samples: how they are computed from parameters and constants, and what becomes of them in a write."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,63 +12,44 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._call import Call
 from psg._capture import _ruleless
 from psg._capture._derived import derives, is_simple
-from psg._capture._lifted import Lifted, Watch
-from psg._capture._steps import Step, run_pullable
+from psg._capture._lifted import Lifted
+from psg._capture._rewriting import Rewriting
+from psg._capture._steps import run_pullable
 from psg._errors import PsgError, Unsupported, UnsupportedByVmap
 from psg._torch import _ambient, _functions, _functorch, _random
 from psg._torch._ops import (
     FACTORIES,
     LIKE_ANOTHER,
-    NEW,
-    assigned_by,
     call_key,
-    index_put,
-    is_mask,
     name_of,
-    out_of_place,
-    put_at,
     substitute,
     target_of,
     tensors_of,
 )
 from psg._watch._habits import Habits, Retry
-from psg._watch._marks import Marks
 from psg._watch._writes import Aliases
 from psg.rules import _registry
 
 
-class Family(NamedTuple):
-    """Tensors of fn's in one memory that holds no others: one that is no view, and views of it."""
-
-    owner: Tensor
-    views: list[Tensor]
-
-
-class Once(Watch):
+class Once(Rewriting):
     """A watch of a pass that computes once what is computed from parameters and constants alone.
 
     Attributes:
-        own: The marks of the tensors that the pass has made.
         habits: How the pass runs.
         differentiated: Whether it is differentiated.
-        aliases: Tensors that may share memory with others.
         constants: Computed from parameters, without a history.
         constants_at: Their storage addresses.
         rewrites: Whether fn has written into what is computed once.
     """
 
-    own: Marks
-
     def __init__(self, call: Call, params: Sequence[Lifted], inputs: Sequence[Tensor], laid_out: Sequence[Tensor], habits: Habits) -> None:
-        super().__init__(call.n, params, inputs)
+        super().__init__(call.n, params, inputs, Aliases(laid_out, habits.follows))
         self.habits = habits
         self.differentiated = call.needs_derivative
-        self.aliases = Aliases(laid_out, habits.follows)
         self.constants: list[Tensor] = []
         self.constants_at: set[int] = set()
         self.rewrites = False
         self._derivations: dict[Any, tuple[Any, Any]] = {}  # by the key of a call: its output, and its arguments
-        self._handed_on: set[int] = set()  # the id()s of those outputs that fn got from several calls
         self._replaced: list[tuple[ref[Tensor], Tensor]] = []  # new constants that fn has written into, and what they were
 
     def _avoid_leak(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -131,9 +108,7 @@ class Once(Watch):
             parts = output if isinstance(output, (tuple, list)) else (output,)
             if not all(isinstance(part, Tensor) for part in parts):
                 return NotImplemented
-            output, values, constants = self.lift(
-                func, lifted, args, kwargs, output, lambda value, _: _functorch.wrap(value.leaf, self.level)
-            )
+            output, values, constants = self.lift(func, lifted, args, kwargs, output)
         shared = any(value.shared for value in lifted) or any(leaf.is_floating_point() for leaf in others)
         for value in values:
             value.shared = shared
@@ -169,22 +144,25 @@ class Once(Watch):
 
     # Writes
 
-    def _note_constant(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], output: Any) -> None:
-        """Note what a call on constants has made, if it is a tensor in memory of its own, or a view of one."""
-        self.own.note(output)
-        if "out" in kwargs:
-            return
-        if func in NEW:
-            self.own.note_new(output)
-            return
-        if not tensors or not isinstance(output, Tensor) or _functorch.is_wrapped(output) or not derives(func, args, kwargs):
-            return
-        if any(tensor.layout is not torch.strided for tensor in (output, *tensors)):
-            return
-        if _functorch.memory_of(output) not in map(_functorch.memory_of, tensors):
-            self.own.note_new(output)
-        elif args and output._base is not None and output._base is args[0] and self.own.is_new(args[0]):
-            self.own.note_view(output, lambda owner: func(owner, *args[1:], **kwargs))
+    def derive_anew(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As in the base class."""
+        return self._derive(func, self.lifted_among(tensors_of(args, kwargs)), args, kwargs, anew=True)
+
+    def below(self) -> contextlib.AbstractContextManager[Any]:
+        """As in the base class."""
+        return _functorch.below(self.level)
+
+    def wrapped(self, value: Lifted) -> Tensor:
+        """As in the base class."""
+        return _functorch.wrap(value.leaf, self.level)
+
+    def become(self, target: Tensor, output: Tensor) -> None:
+        """As in the base class."""
+        if id(target) not in self.by_handle:
+            self._replaced.append((ref(target), output))
+        super().become(target, output)
+        self.rewrites = True
+        self._derivations.clear()  # whose keys are id()s of arguments
 
     def _rewrite(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
         """Write into a value computed once, a new constant, or a view of one, by an op that computes what it becomes.
@@ -192,7 +170,7 @@ class Once(Watch):
         NotImplemented for what other tensors share, and where each sample writes: there the target has become a value of each sample.
         """
         value = self.by_handle.get(id(target))
-        family = self._family_of(target, value)
+        family = self.family_of(target, value)
         if family is None:
             return NotImplemented
         sampled = any(map(_functorch.is_wrapped, self._others(args, kwargs)))
@@ -200,7 +178,7 @@ class Once(Watch):
             return NotImplemented
         self.aliases.write(name_of(func), [target])
         if not sampled and args and args[0] is target:
-            output = self._rewrite_once(func, args, kwargs, family)
+            output = self.rewrite_once(func, args, kwargs, family)
             if output is not NotImplemented:
                 return output
         if family.views:
@@ -211,129 +189,8 @@ class Once(Watch):
         if _functorch.may_swap(target) and _functorch.may_swap(each):
             if value:
                 self._note_lifted(func, [value])
-            self._become(target, each)
+            self.become(target, each)
         return NotImplemented
-
-    def _family_of(self, target: Tensor, value: Lifted | None) -> Family | None:
-        """The tensors that share memory with a value computed once, or with a new constant; None if there may be others."""
-        if value is None:
-            owner = target if self.own.is_new(target) else target._base if self.own.view_of(target) else None
-            if owner is None or not self.own.is_new(owner) or target.requires_grad or owner.requires_grad or self.aliases.shows(owner):
-                return None
-            family = Family(owner, [] if owner is target else [target])
-            return family if _functorch.holders(owner) == 1 + len(family.views) else None
-        if value.made_by is None:
-            return None
-        output = value.made_by[0].output
-        base = output if output._base is None else output._base
-        # Three hold each value: the output of the op that made it, the same without a history, and one for all samples.
-        count, left = divmod(_functorch.holders(base), 3)
-        if left or count > _MOST_VIEWS:
-            return None
-        if output is base and count == 1:
-            return None if id(target) in self._handed_on else Family(target, [])
-        made = [(own.handle, own.made_by[0].output) for own in self.values if own.made_by is not None]
-        owner = next((handle for handle, own in made if own is base), None)
-        views = [handle for handle, own in made if handle is not None and own._base is base]
-        if owner is None or id(owner) in self._handed_on or count != 1 + len(views):
-            return None
-        return Family(owner, views)
-
-    def _rewrite_once(self, func: Any, args: Any, kwargs: Any, family: Family) -> Any:
-        """Compute what all tensors of a family become; NotImplemented where that cannot be computed once."""
-        target, (owner, views) = args[0], family
-        assigned, places = assigned_by(func, args, kwargs), None
-        masks = [] if assigned is None else filter(is_mask, tensors_of((assigned.index,), {}))
-        if _functorch.is_traced() and not all(map(_functorch.is_known, masks)):
-            return NotImplemented  # a graph has no room for entries whose number depends on the data
-        if target is not owner or assigned is not None and any(assigned.value is view for view in views):
-            places = self._places_of(target, family)
-            if places is None:
-                return NotImplemented
-        if assigned is None:
-            after = self._computed(out_of_place(func, args, kwargs), family)
-        elif places is None:
-            after = self._computed(index_put(owner, assigned.index, assigned.value), family)
-        else:
-            places, after = places[assigned.index], assigned.value
-            if (own := self._places_of(after, family)) is not None and torch.equal(own, places):
-                return None if func is Tensor.__setitem__ else target  # tensor[0] += 1 ends with such a write of a view into itself
-        if places is not None:
-            fits = after is not None and (assigned is not None or _form_of(after)[:2] == _form_of(target)[:2])
-            after = self._computed(put_at(owner, places, after), family) if fits else None
-        # An op may lay its result out otherwise, which views of the target, and its strides, would show.
-        if after is None or _form_of(after) != _form_of(owner):
-            return NotImplemented
-        again = self._viewed_again(family, after)
-        uses = len(views) if id(owner) not in self.by_handle else 0
-        if again is None or not (_functorch.may_swap(owner, uses) and all(map(_functorch.may_swap, (after, *views, *again)))):
-            return NotImplemented
-        for own, other in zip((owner, *views), (after, *again), strict=True):
-            self._become(own, other)
-        return None if func is Tensor.__setitem__ else target
-
-    def _computed(self, call: tuple[Any, Any, Any] | None, family: Family) -> Tensor | None:
-        """The output of a call on members of a family, if it is computed once."""
-        if call is None:
-            return None
-        op, *given = call
-        # When the op is differentiated, fn's own constants are other tensors already.
-        constants = {id(own): own.data for own in (family.owner, *family.views) if id(own) not in self.by_handle}
-        args, kwargs = substitute(tuple(given), lambda leaf: constants.get(id(leaf), leaf))
-        output = self._derive(op, self.lifted_among(tensors_of(args, kwargs)), args, kwargs, anew=True)
-        return output if id(output) in self.by_handle else None
-
-    def _places_of(self, member: Any, family: Family) -> Tensor | None:
-        """Where the entries of a member stand in the owner, in one row; None for others, and where the views tell nothing of that."""
-        owner = family.owner
-        if not isinstance(member, Tensor) or not any(member is own for own in (owner, *family.views)) or member.dtype != owner.dtype:
-            return None
-        places = torch.arange(owner.numel(), device=owner.device).reshape(owner.shape)
-        if member is owner:
-            return places
-        if (view := self.own.view_of(member)) is not None:
-            return view(places)
-        held = {id(self.by_handle[id(owner)].attached): places}
-        for value in [self.by_handle[id(own)] for own in family.views]:  # in the order in which they were made
-            assert value.made_by is not None
-            step = value.made_by[0]
-            args, kwargs = substitute((step.args, step.kwargs), lambda leaf: held.get(id(leaf), leaf))
-            held[id(step.output)] = step.run(*args, **kwargs)
-        return held[id(self.by_handle[id(member)].attached)]
-
-    def _viewed_again(self, family: Family, after: Tensor) -> list[Tensor] | None:
-        """The same views of what the owner becomes."""
-        if id(family.owner) not in self.by_handle:
-            with self:
-                views = [view(after) for own in family.views if (view := self.own.view_of(own)) is not None]
-            return views if all(id(own) in self.by_handle for own in views) else None
-        made, views = {id(self.by_handle[id(family.owner)].attached): self.by_handle[id(after)]}, []
-        for value in [self.by_handle[id(own)] for own in family.views]:
-            assert value.made_by is not None
-            step, parents = value.made_by
-            with _functorch.below(self.level), torch.enable_grad():
-                args, kwargs = substitute((step.args, step.kwargs), lambda leaf: made[id(leaf)].attached if id(leaf) in made else leaf)
-                step, given = Step(step.run, args, kwargs, step.run(*args, **kwargs), step.name), id(step.output)
-                lifted = Lifted.derivation(step, [made.get(id(own.attached), own) for own in parents], self.n)
-                views.append(self.hold(lifted, _functorch.wrap(lifted.leaf, self.level)))
-            lifted.shared = value.shared
-            made[given] = lifted
-            self.values.append(lifted)
-            self.derived_at.add(_functorch.memory_of(lifted.leaf))
-        return views
-
-    def _become(self, target: Tensor, output: Tensor) -> None:
-        """Make fn's own tensor what an op has computed from it."""
-        old, new = self.by_handle.pop(id(target), None), self.by_handle.pop(id(output), None)
-        _functorch.swap(target, output)
-        for value, handle in ((old, output), (new, target)):
-            if value is not None:
-                self.hold(value, handle)
-        if old is None:
-            self.own.forget_new(target)
-            self._replaced.append((ref(target), output))
-        self.rewrites = True
-        self._derivations.clear()  # whose keys are id()s of arguments
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -362,10 +219,3 @@ class Once(Watch):
         if kept:
             why, most = "fn keeps a tensor that it has made and written into", len(FACTORIES)
             raise UnsupportedByVmap(why) if self.habits.fills == most else Retry(why, fills=most)
-
-
-_MOST_VIEWS = 8
-
-
-def _form_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()

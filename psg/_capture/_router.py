@@ -154,7 +154,7 @@ class Router(Once, Looking):
             if mark is not None:
                 self._claim(func, args, kwargs, tensors, output, target, mark)
             else:
-                self._note_constant(func, args, kwargs, tensors, output)
+                self.note_constant(func, args, kwargs, tensors, output)
             return output
         except Exception as error:
             self.failure = str(error)
