@@ -1817,6 +1817,10 @@ def masked_by_the_samples(p, x):
     return F.linear(x, w).sin().sum(1)
 
 
+def meeting_all_rows(p, x):
+    return (torch.cat([p["w"][0].expand(len(x), -1), x]).mean(0) * x).sum(1)
+
+
 def under_no_grad(p, x):
     w = p["w"] * 2
     with torch.no_grad():
@@ -1855,7 +1859,8 @@ def differentiated_inside(p, x):
     "fn, error, message",
     [
         (of_the_samples, psg.InputError, r"__setitem__ at .*test_batch.py:\d+ writes into what was computed from parameters, where"),
-        (masked_by_the_samples, psg.StateError, "has a row on which more than one loss depends"),
+        (masked_by_the_samples, psg.StateError, "the output of __setitem__ has a row on which more than one loss depends"),
+        (meeting_all_rows, psg.StateError, "the output of expand has a row on which more than one loss depends"),
         (under_no_grad, psg.InputError, r"clamp_ at .*test_batch.py:\d+ writes into what was computed from parameters, where"),
         (of_detached_memory, psg.InputError, r"mul_ at .*test_batch.py:\d+ writes into what was computed from parameters, where"),
         (of_an_expanded_one, psg.InputError, r"mul_ at .*test_batch.py:\d+ writes into what was computed from parameters, where"),
@@ -2354,6 +2359,39 @@ def test_products_of_drawn_shapes(n, t, i, o, scale, frozen):
         return (found.sin().sum((1, 2)) + torch.addmv(x[:, 0, 0], x[:, 0], p["v"], beta=scale)) * torch.linalg.vecdot(x, p["v"]).sum(1)
 
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
+
+
+REPETITIONS = {  # to [n, m, *shape]
+    "whole, in front": lambda w, n, m: w.repeat(n, 1, 1).view(n, 1, *w.shape),
+    "whole, in front of heads": lambda w, n, m: w.repeat(n * m, 1, 1).view(n, m, *w.shape),
+    "whole, tiled": lambda w, n, m: torch.tile(w, (n, m, 1)).view(n, len(w), m, *w.shape[1:]).transpose(1, 2),
+    "each entry, in front": lambda w, n, m: w.repeat_interleave(n, 0).view(len(w), n, *w.shape[1:]).transpose(0, 1)[:, None],
+    "each entry, behind": lambda w, n, m: torch.repeat_interleave(w, n, dim=2).view(*w.shape, n).movedim(3, 0)[:, None],
+    "expanded": lambda w, n, m: w[None, :, None].expand(n, -1, m, -1, -1).transpose(1, 2),
+    "for all": lambda w, n, m: w.repeat(m, 1, 1).view(1, m, *w.shape),
+    "for all, each entry": lambda w, n, m: w.repeat_interleave(m, 1)[:, ::m],
+}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.sampled_from([0, 1, 2, 3, None]),
+    m=st.integers(1, 3),
+    shape=st.tuples(*[st.integers(1, 3)] * 3),
+    repetition=st.sampled_from(sorted(REPETITIONS)),
+    made=st.sampled_from([lambda w: w, torch.tanh]),
+)
+def test_repetitions_of_dimensions_of_a_parameter(seed, n, m, shape, repetition, made):
+    """Of heads over the batch, say, as models with relative positions make them; n is None for as many samples as heads."""
+    torch.manual_seed(seed)
+    w, x = torch.randn(shape), torch.randn(shape[0] if n is None else n, m, *shape)
+
+    def fn(w, x):
+        return (x * REPETITIONS[repetition](made(w), len(x), m)).sin().flatten(1).sum(1)
+
+    expected = loop_grad(one(fn))(w, x)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(w, x), expected)
+    assert_trees_close(psg.per_sample_norm(fn, method="batch")(w, x), reference_norm(expected))
 
 
 def filled(p, d):

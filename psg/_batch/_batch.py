@@ -85,6 +85,7 @@ from psg.rules.unlifted import (
     EXPANSIONS,
     IN_FLOAT64,
     IN_PLACE,
+    INTERLEAVING,
     JOINS,
     OUTER_PRODUCTS,
     SUMS,
@@ -535,14 +536,23 @@ class _BatchMode(Rewriting, Looking):
         """The same arguments, with the values of parameters in place of their handles."""
         return substitute(tree, lambda leaf: self.by_handle[id(leaf)].value if id(leaf) in self.by_handle else leaf)
 
-    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any) -> Any:
-        """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples."""
+    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any, op: str = "") -> Any:
+        """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples.
+
+        `op` is the name of the op that needs it, if that is another one.
+        """
         bare_args, bare_kwargs = self._bare((args, kwargs))
         output, shape = func(*bare_args, **bare_kwargs), value.leaf.shape[1:]
-        lead = output.shape[: output.ndim - len(shape)]
-        along = [(size, full) for size, full in zip(shape, output.shape[len(lead) :], strict=True)] if len(shape) <= output.ndim else []
-        if len(along) < len(shape) or any(size not in (1, full) for size, full in along) or not torch.is_grad_enabled():
+        if len(shape) > output.ndim or not torch.is_grad_enabled():
             return NotImplemented
+        lead = output.shape[: output.ndim - len(shape)]
+        along: list[tuple[int, int]] = []  # sizes, before and after, of dimensions of which each is repeated as a whole or not at all
+        for size, full in zip(shape, output.shape[len(lead) :], strict=True):
+            if size in (1, full):
+                along.append((size, full))
+            else:
+                pair = (1, full // size), (size, size)
+                along += pair[::-1] if func in INTERLEAVING else pair
         repeats = [*lead, *(full for size, full in along if size == 1)]
         if not repeats and self.n > 1:
             return NotImplemented
@@ -550,15 +560,20 @@ class _BatchMode(Rewriting, Looking):
         choice = name_of(func), value.name, (tuple(output.shape),)
         if self._is_for_all(choice, _is_one(self.n, output.shape) if in_front else self.n not in repeats):
             return NotImplemented
+        handle = value.handle
+        if len(along) > len(shape):
+            handle = self._run_inside(Tensor.reshape, (handle, [size for size, _ in along]), {})
         # Added to zeros, it is a sum with data, whose rule knows rows in every layout.
-        return self._run_rule(torch.add, (torch.zeros_like(output), value.handle), {}, choice)
+        zeros = output.new_zeros((*lead, *(full for _, full in along)))
+        rows = self._run_rule(torch.add, (zeros, handle), {}, choice, op or name_of(func))
+        return rows if rows is NotImplemented else rows.reshape(output.shape)
 
     def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
         """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
         shape = self._run_inside(BROADCASTING[func], args, kwargs)
         if any(value.leaf.ndim - 1 > len(shape) for value in met):
             return NotImplemented
-        rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}) for value in met}
+        rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}, name_of(func)) for value in met}
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
         # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
@@ -572,8 +587,11 @@ class _BatchMode(Rewriting, Looking):
         args, kwargs = substitute((args, kwargs), lambda leaf: rows.get(id(leaf), leaf))
         return _kernels.run(func, args, kwargs)
 
-    def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None) -> Any:
-        """Run the op's rule with every row of the data as a sample, and tap its output; NotImplemented if no rule fits."""
+    def _run_rule(self, func: Any, args: Any, kwargs: Any, choice: _Choice | None, op: str = "") -> Any:
+        """Run the op's rule with every row of the data as a sample, and tap its output; NotImplemented if no rule fits.
+
+        `op` is the name in messages, if fn has called another op.
+        """
         if func in ELEMENTWISE:
             rule = ELEMENTWISE[func]
             args = sorted(args, key=lambda leaf: id(leaf) in self.by_handle)  # the op commutes: data first
@@ -600,7 +618,7 @@ class _BatchMode(Rewriting, Looking):
         bound = replace_at(bound | split.options, split.data)
         others = {place: tensor for place, tensor in places_of(bound) if place not in own}
         shared = {place: others.pop(place) for place in list(others) if place[0] in rule.params and place not in split.data}
-        ran = run_rule(self, name_of(func), rule, bound, own, others, shared, split.rows, choice)
+        ran = run_rule(self, op or name_of(func), rule, bound, own, others, shared, split.rows, choice)
         return NotImplemented if ran is NotImplemented else split.join(*(ran if isinstance(ran, tuple) else (ran,)))
 
     def _is_constant(self, tensor: Tensor) -> bool:

@@ -76,16 +76,10 @@ ELEMENTWISE = {
 }
 """Rules of products and sums with a parameter, whose operands commute."""
 
-EXPANSIONS = frozenset(
-    {
-        *(Tensor.expand, Tensor.repeat, torch.tile, Tensor.tile, torch.broadcast_to, Tensor.broadcast_to),
-        *(torch.repeat_interleave, Tensor.repeat_interleave),
-    }
-)
-"""Ops that repeat a parameter, perhaps once for each sample."""
-
 VIEWING = frozenset((Tensor.expand, torch.broadcast_to, Tensor.broadcast_to))
-"""Those of them whose output is a view."""
+INTERLEAVING = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))
+EXPANSIONS = VIEWING | INTERLEAVING | {Tensor.repeat, torch.tile, Tensor.tile}
+"""Ops that repeat a parameter, perhaps once for each sample. The output of the first is a view; the second repeat entry by entry."""
 
 
 def _stacked(tensors: Any, dim: int = 0, **others: Any) -> Any:
