@@ -2431,6 +2431,14 @@ def written_clone(p, d):
     return w + before
 
 
+def heads_of_positions(p, d):
+    """A table of three dimensions: torch's own output is a view, of which fn has further ones."""
+    table = F.linear(torch.linspace(-1, 1, d, device=p["v"].device).view(1, d, 1), p["w"][:, :1], p["v"]).mul_(2)
+    heads = table.view(1, d, 1, d).transpose(1, 2)
+    heads /= 1 + p["s"].square()
+    return heads[0, 0] + table[0].sin()
+
+
 def row_by_row(p, d):
     w = torch.empty(d, d, device=p["v"].device)
     for i in range(min(d, 6)):
@@ -2442,7 +2450,7 @@ def row_by_row(p, d):
     seed=st.integers(0, 10_000),
     d=st.integers(1, 6),
     n=st.sampled_from([0, 1, 3, None]),
-    write=st.sampled_from([filled, added, table_of_a_network, written_clone, row_by_row]),
+    write=st.sampled_from([filled, added, table_of_a_network, heads_of_positions, written_clone, row_by_row]),
     use=st.sampled_from([lambda x, w: F.linear(x, w), lambda x, w: x[:, :, None] * w + x[:, None]]),
 )
 def test_writes_into_what_is_computed_once(seed, d, n, write, use):

@@ -83,17 +83,22 @@ class Rewriting(Watch):
             return None
         output = value.made_by[0].output
         base = output if output._base is None else output._base
-        count, left = divmod(_functorch.holders(base), self.held)
-        if left or count > _MOST_VIEWS:
-            return None
-        if output is base and count == 1:
+        holders = _functorch.holders(base)
+        if output is base and holders == self.held:
             return None if id(target) in self._handed_on else Family(target, [])
-        made = [(own.handle, own.made_by[0].output) for own in self.values if own.made_by is not None]
-        owner = next((handle for handle, own in made if own is base), None)
-        views = [handle for handle, own in made if handle is not None and own._base is base]
-        if owner is None or id(owner) in self._handed_on or count != 1 + len(views):
+        made = [(own.handle, own.made_by[0]) for own in self.values if own.made_by is not None]
+        made = [(handle, step) for handle, step in made if step.output is base or step.output._base is base]
+        # An op may return a view of what nobody else holds. Then what fn has of that has to be made from the first tensor that it got.
+        hidden = made[0][1].output is not base
+        if len(made) > _MOST_VIEWS or holders != len(made) * self.held + hidden:
             return None
-        return Family(owner, views)
+        known: set[int] = set()
+        for _, step in made:
+            if known and known.isdisjoint(map(id, step.tensors)):
+                return None
+            known.add(id(step.output))
+        owner, *views = [handle for handle, _ in made if handle is not None]
+        return Family(owner, views) if len(views) + 1 == len(made) and id(owner) not in self._handed_on else None
 
     def rewrite_once(self, func: Any, args: Any, kwargs: Any, family: Family) -> Any:
         """Compute what all tensors of a family become; NotImplemented where that cannot be computed once."""
