@@ -1771,6 +1771,25 @@ def test_what_is_taken_for_shared_and_is_not_is_tried_again(device):
     assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, x), loop_grad(one(fn))(params, x))
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_guess_that_is_wrong_is_withdrawn_without_blame_on_other_rows(n, device):
+    """Constants with the samples in dimension 1 are taken for shared; what fails is neither made of them nor looked up by data."""
+    places = torch.randn(5, 1, WIDTH, device=device).expand(-1, n, -1)
+
+    def fn(p, ids):
+        keys = torch.einsum("tbi,io->tbo", places, p["w"])
+        scores = torch.einsum("tbi,sbi->bts", F.embedding(ids.T, p["table"]), keys)
+        return scores.softmax(-1).sin().sum((1, 2))
+
+    def alone(p, ids):
+        keys = places[:, 0] @ p["w"]
+        return (F.embedding(ids, p["table"]) @ keys.T).softmax(-1).sin().sum()
+
+    params = {"w": torch.randn(WIDTH, WIDTH, device=device), "table": torch.randn(VOCABULARY, WIDTH, device=device)}
+    ids = torch.randint(VOCABULARY, (n, 3), device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method="batch")(params, ids), loop_grad(alone)(params, ids))
+
+
 class Adapted(nn.Module):
     """A pruned, frozen layer and its low-rank update; its own parameters may require grad or not."""
 

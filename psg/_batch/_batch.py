@@ -23,7 +23,7 @@ unseen, which is an error. Activation checkpointing runs ops again in the backwa
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,9 +109,10 @@ def capture_batch(call: Call, function: Function) -> Captured:
         StateError: Two losses depend on one row.
         NotFinite: A row's cotangent is infinite or NaN.
     """
-    choices, copied = _Choices.of({}), habits_of(call.fn).copied
+    choices, copied = _Choices({}), habits_of(call.fn).copied
+    left: list[_Choices] = []  # to be tried yet
     failure: PsgError | None = None  # a copy of the first error: the error itself would keep all frames alive
-    instead = ""  # what has been tried since
+    passes = 0
     start = _random.Start(call.tensors)
     while True:
         try:
@@ -121,46 +122,54 @@ def capture_batch(call: Call, function: Function) -> Captured:
             copied = True
             remember(call.fn, habits_of(call.fn)._replace(copied=True))
         except _SharedRows as error:
-            failure, instead = failure or error.failure, "one value for all samples"
-            choices = _Choices.of(choices.known | dict.fromkeys(error.keys, True))
+            failure, choices = failure or error.failure, choices.with_all(error.keys, True)
         except (InputError, StateError) as error:
-            # Rows of each sample's own have shown in the backward pass whose they are, if there was one.
-            if not (changed := choices.guessed or (choices.parted if isinstance(error, InputError) else ())):
-                if failure is None:
-                    raise error from None
-                if str(error) != str(failure):
-                    failure.add_note(f"With {instead} instead: {error}")
+            passes += 1
+            left = [*choices.others(), *left]
+            if failure is None and not left:
+                raise error from None
+            failure = failure or type(error)(*error.args)
+            note = f"With {choices.instead} instead: {error}"
+            if str(error) != str(failure) and note not in getattr(failure, "__notes__", ()):
+                failure.add_note(note)
+            if not left or passes == _MOST_PASSES:
                 raise failure from None
-            failure, instead = (
-                failure or type(error)(*error.args),
-                "rows of each sample's own" if choices.guessed else "one value for all samples",
-            )
-            choices = _Choices.of(choices.known | dict.fromkeys(changed, not choices.guessed))
+            choices = left.pop(0)
         start.go_back()
+
+
+_MOST_PASSES = 8  # that fail
 
 
 _Choice = tuple[str, str, tuple[tuple[int, ...], ...]]
 """An op, a parameter, and the shapes of the other tensors that the op takes, or of its output."""
 
 
-class _Choices(NamedTuple):
+class _Choices:
     """Which ops make one value for all samples, and which make rows of each sample's own.
 
+    Args:
+        known: True for one value, False for rows: shown by a backward pass, or tried since a pass that chose otherwise has failed.
+        instead: What is tried, for messages.
+
     Attributes:
-        known: True for one value, as a backward pass has shown, or if a pass that made rows has failed; False if a pass that computed one
-            value has failed.
         guessed: The ops for which the current pass computes one value without knowing.
         parted: Those for which it makes rows without knowing.
     """
 
-    known: dict[_Choice, bool]
-    guessed: set[_Choice]
-    parted: set[_Choice]
+    def __init__(self, known: dict[_Choice, bool], instead: str = "") -> None:
+        self.known = known
+        self.instead = instead
+        self.guessed: set[_Choice] = set()
+        self.parted: set[_Choice] = set()
 
-    @classmethod
-    def of(cls, known: dict[_Choice, bool]) -> "_Choices":
-        """The choices at the start of a pass."""
-        return cls(known, set(), set())
+    def with_all(self, keys: set[_Choice], once: bool) -> "_Choices":
+        """The same for another pass, in which these ops compute one value, or else make rows."""
+        return _Choices(self.known | dict.fromkeys(keys, once), "one value for all samples" if once else "rows of each sample's own")
+
+    def others(self) -> "list[_Choices]":
+        """What else to try if the pass has failed, and nothing shows why: either kind of guess the other way, the likelier first."""
+        return [self.with_all(keys, once) for keys, once in ((self.guessed, False), (self.parted, True)) if keys]
 
 
 class _SharedRows(PsgError):
@@ -655,19 +664,19 @@ class _BatchMode(Rewriting, Looking):
         told = [(tap, own, samples) for (tap, own), samples in zip(reached, found, strict=True) if samples is not None]
         failed = [tap for (tap, _), samples in zip(reached, found, strict=True) if samples is None]
         if failed:
-            raise self._shared_rows(failed, taps)
+            raise self._shared_rows(failed)
         if any(_hides(tap, samples == self.n) for tap, _, samples in told):
             raise NotFinite(losses)
         if self.n > 1 and (shared := self._shared_after_all(losses, output, told)):
-            raise self._shared_rows(shared, taps)
+            raise self._shared_rows(shared)
         with torch.no_grad():
             for tap, own, samples in told:
                 table = groups(samples, self.n)
                 for value, factor in tap.factors(own, len(samples)):
                     value.terms.append(factor.regroup(table))
 
-    def _shared_rows(self, failed: list[Tap], taps: list[Tap]) -> PsgError:
-        """The error to raise if some of all taps have failed, with rows on which several losses depend."""
+    def _shared_rows(self, failed: list[Tap]) -> PsgError:
+        """The error to raise if these taps have rows on which several losses depend."""
         failure = StateError(
             f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding hides, '
             "or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its own: "
@@ -676,8 +685,6 @@ class _BatchMode(Rewriting, Looking):
             "chunk_size or a wider dtype."
         )
         guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
-        # Other rows than these may be the reason.
-        guessed = guessed or {tap.guess for tap in taps if tap.guess is not None and tap.guess not in self.choices.known}
         return _SharedRows(guessed, failure) if guessed else failure
 
     def _shared_after_all(self, losses: Tensor, output: Any, told: Sequence[tuple[Tap, Any, Tensor]]) -> list[Tap]:
