@@ -545,10 +545,11 @@ class _BatchMode(Rewriting, Looking):
         """The same arguments, with the values of parameters in place of their handles."""
         return substitute(tree, lambda leaf: self.by_handle[id(leaf)].value if id(leaf) in self.by_handle else leaf)
 
-    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any, op: str = "") -> Any:
+    def _expand(self, func: Any, value: Lifted, args: Any, kwargs: Any, op: str = "", once: bool = True) -> Any:
         """Repeat a parameter, each repetition a row of its own; NotImplemented if the repetitions are for all samples.
 
-        `op` is the name of the op that needs it, if that is another one.
+        `op` is the name of the op that needs rows of it, perhaps a single one, if that is another op; `once` says whether that op may make
+        one value for all samples.
         """
         bare_args, bare_kwargs = self._bare((args, kwargs))
         output, shape = func(*bare_args, **bare_kwargs), value.leaf.shape[1:]
@@ -563,11 +564,11 @@ class _BatchMode(Rewriting, Looking):
                 pair = (1, full // size), (size, size)
                 along += pair[::-1] if func in INTERLEAVING else pair
         repeats = [*lead, *(full for size, full in along if size == 1)]
-        if not repeats and self.n > 1:
+        if not repeats and self.n > 1 and not op:
             return NotImplemented
         in_front = bool(lead) or shape[:1] == (1,)
-        choice = name_of(func), value.name, (tuple(output.shape),)
-        if self._is_for_all(choice, _is_one(self.n, output.shape) if in_front else self.n not in repeats):
+        choice = (name_of(func), value.name, (tuple(output.shape),)) if once else None
+        if choice is not None and self._is_for_all(choice, _is_one(self.n, output.shape) if in_front else self.n not in repeats):
             return NotImplemented
         handle = value.handle
         if len(along) > len(shape):
@@ -580,9 +581,12 @@ class _BatchMode(Rewriting, Looking):
     def _spread(self, func: Any, args: Any, kwargs: Any, met: list[Lifted]) -> Any:
         """Run an op that broadcasts on parameters that are first repeated, so that every row has its own copy."""
         shape = self._run_inside(BROADCASTING[func], args, kwargs)
-        if any(value.leaf.ndim - 1 > len(shape) for value in met):
+        if shape is not None and any(value.leaf.ndim - 1 > len(shape) for value in met):
             return NotImplemented
-        rows = {id(value.handle): self._expand(Tensor.expand, value, (value.handle, shape), {}, name_of(func)) for value in met}
+        once, rows = all(self._is_constant(leaf) for leaf in tensors_of(args, kwargs) if id(leaf) not in self.by_handle), {}
+        for value in met:
+            given = value.handle, value.leaf.shape[1:] if shape is None else shape
+            rows[id(value.handle)] = self._expand(Tensor.expand, value, given, {}, name_of(func), once)
         if any(row is NotImplemented for row in rows.values()):
             return NotImplemented
         # Torch ranks the dtype of a number below that of other tensors; repeated, it would count.
@@ -680,9 +684,9 @@ class _BatchMode(Rewriting, Looking):
         failure = StateError(
             f'method="batch": the output of {failed[0].op} has a row on which more than one loss depends, or whose sample rounding hides, '
             "or a hook or an autograd.Function behind it is not linear in the gradient. Each loss must depend on rows of its own: "
-            "normalise over no batch, and keep the samples in front of the dimensions of a parameter that is added, multiplied or "
-            "repeated. Losses that compare samples have no per-sample gradients, but shares: see README.md. Against rounding use a smaller "
-            "chunk_size or a wider dtype."
+            "normalise over no batch, keep the samples in front of the dimensions of a parameter that is added, multiplied or repeated, "
+            "and repeat one for every sample before it is joined with data. Losses that compare samples have no per-sample gradients, but "
+            "shares: see README.md. Against rounding use a smaller chunk_size or a wider dtype."
         )
         guessed = {tap.guess for tap in failed if tap.guess is not None and not self.choices.known.get(tap.guess)}
         return _SharedRows(guessed, failure) if guessed else failure

@@ -204,12 +204,13 @@ OUTER_PRODUCTS = frozenset(_found("addr einsum ger outer"))
 COMPARISONS = frozenset(_found(_COMPARED))
 """Ops through which no gradient goes."""
 
-BROADCASTING: dict[Any, Callable[..., torch.Size]] = {
+BROADCASTING: dict[Any, Callable[..., torch.Size | None]] = {
+    **dict.fromkeys(_found("cat concat concatenate hstack stack vstack"), lambda *args, **options: None),
     **dict.fromkeys(_found(_POINTWISE), _full_shape),
     Tensor.copy_: lambda self, *others, **options: self.shape,
     Tensor.__setitem__: lambda self, index, value: self[index].shape,
 }
-"""Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do."""
+"""Other ops that broadcast a parameter (a mask token, an exponent), and for each the shape to which they do; None for its own."""
 
 IN_PLACE = {
     **{
