@@ -64,7 +64,7 @@ class Rewriting(Watch):
             return
         if any(tensor.layout is not torch.strided for tensor in (output, *tensors)):
             return
-        if _functorch.memory_of(output) not in map(_functorch.memory_of, tensors):
+        if not _functorch.shares_memory(output, tensors):
             self.own.note_new(output)
         elif args and output._base is not None and output._base is args[0] and self.own.is_new(args[0]):
             self.own.note_view(output, lambda owner: func(owner, *args[1:], **kwargs))
