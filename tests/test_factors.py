@@ -1146,6 +1146,22 @@ def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch)
         holds_all_operations(factor, tensor)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@given(n=st.sampled_from([0, 1, 3]), stride=st.integers(1, 9), padding=st.integers(0, 3), seed=st.integers(0, 99))
+def test_overlapping_patches_of_one_line_of_pixels(channels, n, stride, padding, seed):
+    """bmm multiplies a view whose rows overlap in calls for each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    input, weight = randn(n, 1, channels, 120, generator=generator), torch.zeros(channels * 8, 1, 5)
+    options = {"stride": stride, "padding": padding, "groups": channels}
+    cotangent = randn(n, *F.conv1d(input[:0].flatten(0, 1), weight, **options).shape[1:], generator=generator)
+    expected = loop_grad(lambda w, x, c: (F.conv1d(x, w, **options) * c).sum())(weight, input, cotangent)
+    factor = Conv(cotangent.unsqueeze(1), input, Geometry((5,), (stride,), (padding,), (1,), channels))
+    with psg.plans.using(materialize="patches"), torch.autograd.profiler.profile() as profile:
+        found = factor.materialize()
+    assert_trees_close(found, expected, atol=1e-9)
+    assert "aten::select" not in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("size", CONVS)
 def test_patches_of_a_few_samples_at_a_time_have_derivatives(size, make, monkeypatch):
     monkeypatch.setattr(psg._hardware._machine, "chunk_bytes", lambda device: 100)

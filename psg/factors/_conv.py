@@ -55,6 +55,13 @@ class Geometry(NamedTuple):
         return any(padding > dilation * (taps - 1) or padding and dilation > own for taps, padding, dilation, own in each)
 
 
+_FEW_BYTES = 1 << 15
+"""To copy the patches of all samples takes less time than a call for each sample and group, if they take no more bytes each."""
+
+_FEW_PRODUCTS = 400
+"""Matrices of fewer products bmm multiplies itself, in any layout, without a call for each."""
+
+
 class Conv(Planned):
     """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].
 
@@ -149,11 +156,14 @@ class Conv(Planned):
         windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
         matrix = (self.positions, self.shape[1:].numel())
         multiply = torch.mul if self.positions == 1 and (groups > 1 or _matmul.multiplies(self.device)) else torch.bmm
+        # Over one line of pixels patches may be a view, whose rows overlap: bmm would copy and multiply it sample by sample.
+        is_copied = self._patch_bytes() <= _FEW_BYTES * groups and left.shape[2] * math.prod(matrix) >= _FEW_PRODUCTS
 
         def sides(chunk: slice) -> tuple[Tensor, Tensor]:
             some = windows[chunk]
             patches = some.reshape(-1, *matrix) if channels_last else some.reshape(-1, *matrix[::-1]).mT
-            return left[chunk].flatten(0, 1), patches
+            overlap = patches.stride(1) < patches.shape[2] and patches.stride(2) == 1
+            return left[chunk].flatten(0, 1), patches.contiguous() if is_copied and overlap else patches
 
         size = _machine.items_at_a_time(self.device, self._patch_bytes())
         if size >= self.n or self.is_differentiated:  # writes by `out=` have no derivative
