@@ -297,7 +297,7 @@ def outer() -> None:
     """Materialising sum_t left[n, t, a] right[n, t, b]; the last column is the summed gradient of plain training."""
     rows = []
     shapes = ((8, 128, 256, 1024), (8, 128, 256, 256), (8, 128, 4096, 256), (16, 64, 192, 768), (2, 1024, 128, 512))
-    for n, t, a, b in (*shapes, (4, 256, 256, 8), (64, 1, 128, 9216), (128, 1, 1024, 1024)):
+    for n, t, a, b in (*shapes, (4, 256, 256, 8), (64, 1, 128, 9216), (128, 1, 1024, 1024), (4096, 1, 4, 64), (4096, 1, 1, 1000)):
         left, right, buffer = torch.randn(n, t, a), torch.randn(n, t, b), torch.empty(n, a, b)
         candidates = {
             "bmm": lambda x=left, y=right: torch.bmm(x.transpose(1, 2), y),

@@ -1322,9 +1322,29 @@ def holds_all_operations(factor, tensor):
 @each_count
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_products_of_one_position_by_either_way(multiplies, n, device, monkeypatch):
-    monkeypatch.setattr("psg._hardware._matmul.multiplies", lambda device: multiplies)
+    monkeypatch.setattr("psg._hardware._matmul.multiplies", lambda device, rows, columns: multiplies)
     left, right = torch.randn(n, 1, 3, device=device), torch.randn(n, 1, 2, device=device)
     holds_all_operations(Outer(left, right), torch.einsum("nta,ntb->nab", left, right))
+
+
+@given(
+    n=st.sampled_from([0, 1, 3]),
+    sizes=st.one_of(st.tuples(st.integers(0, 19), st.integers(0, 20)), st.tuples(st.just(1), st.integers(400, 500))),
+    turned=st.booleans(),
+)
+def test_small_products_of_one_position_are_no_matrix_products(n, sizes, turned):
+    """Also where MKL's would be faster for larger ones: torch's `bmm` does not call it for few numbers, and it is slow for vectors."""
+    sides = [torch.randn(n, 1, size, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    factor = Outer(*(reversed(sides) if turned else sides))
+    out = torch.zeros(n, *factor.shape)
+    with mock.patch.multiple(psg._hardware._matmul, pages_are_kept=lambda: True, _mkl_is_untuned=lambda: False):
+        with torch.autograd.profiler.profile() as profile:
+            gradient = factor.materialize()
+            factor.write_to(out)
+            factor.add_to(out)
+        holds_all_operations(factor, torch.einsum("nta,ntb->nab", factor.left, factor.right))
+    assert_trees_close(out, 2 * gradient)
+    assert not {"aten::bmm", "aten::baddbmm_"} & {event.key for event in profile.key_averages()}
 
 
 @given(n=st.integers(0, 5), m=st.integers(0, 4), width=st.integers(0, 12), blocks=st.sampled_from([2, 3]), seed=st.integers(0, 2**16))

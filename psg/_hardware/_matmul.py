@@ -37,6 +37,9 @@ _THIN = 8
 _LARGE_SIDE = 1 << 20
 _USES = 256  # of each entry
 
+FEW_PRODUCTS = 400
+"""Matrices of fewer products torch's `bmm` multiplies on a CPU itself: entry by entry, in any layout, without a call for each matrix."""
+
 _MANY_THREADS = 4  # on fewer, MKL divides large products well enough, and is a twentieth faster than oneDNN
 
 
@@ -196,10 +199,12 @@ def for_all_columns(multiply: Callable[..., Tensor], matrix: Tensor, dense: Tens
     return product.unflatten(1, (len(dense), dense.shape[2])).movedim(1, 0)
 
 
-def multiplies(device: torch.device) -> bool:
+def multiplies(device: torch.device, rows: int, columns: int) -> bool:
     """Whether outer products of single vectors are formed by elementwise multiplication rather than by `bmm`."""
-    # MKL's `bmm` is faster where it is tuned, but not into fresh pages: benchmarks/micro.py outer.
-    return device.type != "cpu" or not pages_are_kept() or _mkl_is_untuned()
+    # MKL's `bmm` is faster where it is tuned and torch calls it, but not into fresh pages, or for a vector: benchmarks/micro.py outer.
+    if device.type != "cpu" or not pages_are_kept() or _mkl_is_untuned():
+        return True
+    return min(rows, columns) == 1 or rows * columns < FEW_PRODUCTS
 
 
 def _dividing_threads(*sides: Tensor) -> int:

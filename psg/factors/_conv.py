@@ -58,9 +58,6 @@ class Geometry(NamedTuple):
 _FEW_BYTES = 1 << 15
 """To copy the patches of all samples takes less time than a call for each sample and group, if they take no more bytes each."""
 
-_FEW_PRODUCTS = 400
-"""Matrices of fewer products bmm multiplies itself, in any layout, without a call for each."""
-
 
 class Conv(Planned):
     """gradient[n, o, i, k] = sum over images and output positions t of cotangent[n, o, t] input[n, i, stride t + dilation k - padding].
@@ -155,9 +152,10 @@ class Conv(Planned):
         channels_last = self._has_many_channels and any(size > 1 for size in kernel)
         windows = windows.permute((0, 2, 1, *out, *taps, 3) if channels_last else (0, 2, 3, *taps, 1, *out))
         matrix = (self.positions, self.shape[1:].numel())
-        multiply = torch.mul if self.positions == 1 and (groups > 1 or _matmul.multiplies(self.device)) else torch.bmm
+        by_entry = self.positions == 1 and (groups > 1 or _matmul.multiplies(self.device, left.shape[2], matrix[1]))
+        multiply = torch.mul if by_entry else torch.bmm
         # Over one line of pixels patches may be a view, whose rows overlap: bmm would copy and multiply it sample by sample.
-        is_copied = self._patch_bytes() <= _FEW_BYTES * groups and left.shape[2] * math.prod(matrix) >= _FEW_PRODUCTS
+        is_copied = self._patch_bytes() <= _FEW_BYTES * groups and left.shape[2] * math.prod(matrix) >= _matmul.FEW_PRODUCTS
 
         def sides(chunk: slice) -> tuple[Tensor, Tensor]:
             some = windows[chunk]

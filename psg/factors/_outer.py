@@ -64,24 +64,29 @@ class Outer(Planned):
         return self.left.shape[1] == 1
 
     @property
+    def _is_multiplied(self) -> bool:
+        """Whether it is materialised entry by entry."""
+        return self.is_product and _matmul.multiplies(self.left.device, *self.shape)
+
+    @property
     def _lead(self) -> Tensor:
         return self.left
 
     def materialize(self) -> Tensor:
-        if self.is_product and _matmul.multiplies(self.left.device):
+        if self._is_multiplied:
             return self.left.mT * self.right
         return _matmul.cross(self.left, self.right)
 
     def write_to(self, out: Tensor) -> None:
         if self.is_differentiated or _functorch.is_traced():
             super().write_to(out)
-        elif self.is_product and _matmul.multiplies(self.left.device):
+        elif self._is_multiplied:
             torch.mul(self.left.mT, self.right, out=out)
         else:
             torch.bmm(self.left.mT, self.right, out=out)
 
     def add_to(self, out: Tensor) -> None:
-        if self.is_product and _matmul.multiplies(self.left.device):
+        if self._is_multiplied:
             out.addcmul_(self.left.mT, self.right)
         else:
             out.baddbmm_(self.left.mT, self.right)
