@@ -1,6 +1,7 @@
 """Matrix products over drawn shapes and options: the parameter on either side, in any number of dimensions."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import psg
 from psg.factors import Dense, Routed
+from psg.rules import products
 from psg.testing import assert_trees_close, layouts, loop_grad, shapes, tensors
 
 each_rule = st.sampled_from([True, False])
@@ -197,6 +199,15 @@ def test_einsum(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
 
 
+@given(n=st.sampled_from([0, 1, 3]), size=st.integers(1, 5), data=st.data())
+def test_vectors_computed_from_parameters(n, size, data, device):
+    """The gradient of a vector that meets each sample in one number is factored where it is large, and stays so."""
+    derive = data.draw(st.sampled_from([lambda v: v / v.norm(), lambda v: v.flip(0).exp(), lambda v: torch.outer(v, v)[0], torch.sin]))
+    v, x = data.draw(tensors((size,))) + 2, data.draw(tensors((n, size)))
+    with mock.patch.object(products, "_SMALL_GRADIENTS", 0):
+        assert_agrees(on(Problem(lambda p, x: score(x @ derive(p)) + x @ p, (v, x)), device), rules=True)
+
+
 @given(problem=tensordot_problems(), rules=each_rule)
 def test_tensordot(problem, rules, device):
     assert_agrees(on(problem, device), rules=rules)
@@ -222,7 +233,8 @@ RULED = {
     "one batch of data for several of matrices": (lambda p, x: x @ p["w"], {"w": (2, 300, 400)}, (1, 5, 300), "Dense"),
     "bmm": (lambda p, x: torch.bmm(x, p["w"]), {"w": (2, 3, 4)}, (2, 100, 3), "Dense"),
     "bmm of matrices larger than their data": (lambda p, x: torch.bmm(x, p["w"]), {"w": (2, 300, 400)}, (2, 5, 300), "Views"),
-    "dot": (lambda p, x: torch.dot(x, p["w"]), {"w": (3,)}, (3,), "Dense"),
+    "dot": (lambda p, x: torch.dot(x, p["w"]), {"w": (3,)}, (3,), "Views"),
+    "einsum to one number": (lambda p, x: torch.einsum("ab,ba->", x, p["w"]), {"w": (3, 4)}, (4, 3), "Views"),
     "inner": (lambda p, x: torch.inner(x, p["w"]), {"w": (4, 3)}, (5, 3), "Outer"),
     "addmm": (lambda p, x: torch.addmm(p["b"], x, p["w"]), {"b": (5, 1), "w": (3, 4)}, (5, 3), "Outer"),
     "addmm of data": (lambda p, x: torch.addmm(x, x, p["w"]), {"w": (3, 3)}, (5, 3), "Outer"),

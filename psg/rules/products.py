@@ -102,8 +102,13 @@ def _together(others: list[tuple[Tensor, str]], out: str, labels: str, most: int
 def _factored(cotangent: Tensor, out: str, data: Tensor, given: str, labels: str, shape: torch.Size) -> Factor | None:
     """The factor, if each label of the parameter is in the data or in the output; None for others, and where the gradient is best dense.
 
-    Labels in both (heads, experts, blocks) make one product for each of their values.
+    Labels in both (heads, experts, blocks) make one product for each of their values. A parameter that meets each sample in one number (the
+    vector of a logistic regression) gets the data, times that number's cotangent.
     """
+    if len(out) == 1 and sorted(labels) == sorted(given[1:]) and data.nbytes > _SMALL_GRADIENTS and data[0].numel() == shape.numel():
+        (c, _), (x, _) = _alike([(cotangent, out), (data, given)])
+        x = torch.einsum(f"{given}->{out}{labels}", x)
+        return reshaped(Outer(c[:, None, None], x.flatten(1)[:, None]), shape)
     both = "".join(name for name in labels if name in given and name in out)
     if not both or len(set(given)) < len(given):
         return _outer(cotangent, out, data, given, labels, shape)
