@@ -1146,6 +1146,22 @@ def test_depthwise_convolutions_by_correlation(size, norm, n, make, monkeypatch)
         holds_all_operations(factor, tensor)
 
 
+@given(n=st.sampled_from([0, 1, 3]), sizes=st.lists(st.integers(0, 3), max_size=4), data=st.data())
+def test_dimensions_in_another_order_are_not_copied(n, sizes, data):
+    order = data.draw(st.permutations(range(len(sizes))))
+    values = torch.randn(n, *sizes)
+    shape = torch.Size(sizes[dim] for dim in order)
+    strides = [shape[k + 1 :].numel() for k in range(len(shape))]
+    region = Region(tuple(sizes), tuple(strides[order.index(dim)] for dim in range(len(sizes))), 0)
+    factor = Views([Dense(values)], [region], shape)
+    found = factor.materialize()
+    assert found.data_ptr() == values.data_ptr()
+    holds_all_operations(factor, values.permute(0, *(1 + dim for dim in order)))
+    joined = Sum([factor, factor], found[:0], shape)
+    assert_trees_close(joined.materialize(), 2 * found)
+    assert_trees_close(factor.materialize(), found)  # nothing was added to what is shared
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @given(n=st.sampled_from([0, 1, 3]), stride=st.integers(1, 9), padding=st.integers(0, 3), seed=st.integers(0, 99))
 def test_overlapping_patches_of_one_line_of_pixels(channels, n, stride, padding, seed):

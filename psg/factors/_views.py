@@ -115,6 +115,8 @@ class Views(Additive):
     def materialize(self) -> Tensor:
         if self.is_reshaped:
             return self.factors[0].materialize().reshape(self.n, *self.shape)
+        if (order := self.order) is not None:
+            return self.factors[0].materialize().permute(0, *(1 + order.index(dim) for dim in range(len(order))))
         values = self._empty_or_zeros(self._lead, self.n, *self.shape)
         for region, factor in zip(self.regions, self.factors, strict=True):
             factor.write_to(region.of_each(values))
@@ -183,7 +185,7 @@ class Views(Additive):
 
     @property
     def is_made_anew(self) -> bool:
-        return self.factors[0].is_made_anew if self.is_reshaped else True
+        return self.factors[0].is_made_anew if self.is_reshaped or self.order is not None else True
 
     @property
     def is_kept(self) -> bool:
