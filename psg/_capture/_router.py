@@ -193,7 +193,7 @@ class Router(Once, Looking):
                 if not is_pure(func, args, kwargs, tensors, others, self.redifferentiated):
                     return NotImplemented
                 self._note_lifted(func, self.lifted_among(tensors))
-                return self._run_batched(func, args, kwargs)
+                return self._run_for_each(func, args, kwargs)
             output = self._run_rule(func, rule, args, kwargs) if lifts or rule.takes_data_alone else NotImplemented
             if output is not NotImplemented:
                 return output
@@ -202,9 +202,9 @@ class Router(Once, Looking):
             return self.aliases.note(func, args, kwargs, tensors, output) if may_copy(func) else output
         return NotImplemented
 
-    def _run_batched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_for_each(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call whose parameters are few numbers, each sample's own: below vmap where that takes fewer ops."""
-        run = None if kwargs else _registry.find_batched(func)
+        run = None if kwargs else _registry.find_form_of_each(func)
         given = [argument for argument in args if argument is not None]
         if run is not None and all([isinstance(argument, Tensor) for argument in given]):
             output = _functorch.run_below(run, given, self.level, self.n)

@@ -109,7 +109,7 @@ def merge(terms: list[Factor]) -> Factor:
         own = merged if isinstance(term, Planned) and term.is_added_apart else by_kind.setdefault(type(term), [])
         own.append(term)
     for kind, alike in by_kind.items():
-        merged += alike if len(alike) == 1 or kind not in _MERGES else _MERGES[kind](alike)
+        merged += alike if len(alike) == 1 else _MERGES.get(kind, list)(alike)
     if len(merged) == 1:
         return merged[0]
     first = merged[0]
@@ -157,7 +157,7 @@ _MERGES: dict[type[Factor], Callable[[list[Any]], Sequence[Factor]]] = {
     Scaled: merge_scaled,
     Views: lambda terms: merge_views(terms, merge),
 }
-"""How `merge` puts several terms of one kind together."""
+"""How `merge` puts several terms of one kind together; those of other kinds remain."""
 
 
 def concat(factors: Sequence[Factor]) -> Factor:

@@ -149,7 +149,7 @@ _misderived: set[Any] = set()
 _everywhere: set[Any] = set()
 _transposes: "dict[Any, Transpose]" = {}
 _transposable_forms: dict[Any, Callable[..., Any]] = {}
-_batched: dict[Any, Callable[..., Any]] = {}
+_forms_of_each: dict[Any, Callable[..., Any]] = {}
 _leaks: "dict[Any, Leak]" = {}
 ALWAYS, DIFFERENTIATED, MIXED, SPARSE = "any call", "a pass that is differentiated", "numbers of several dtypes", "a sparse tensor"
 REWRITTEN: dict[Any, set[str]] = {}
@@ -370,14 +370,14 @@ def transposable_form(*ops: Any) -> Callable[[Callable[..., Any]], Callable[...,
     return register
 
 
-def batched(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def of_each(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register how to run an op whose rule declines few numbers with parameters of each sample's own, in fewer ops than vmap takes.
 
     The function takes the tensors that are given by position, with the samples in dim 0; NotImplemented leaves the call to vmap.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _batched.update(dict.fromkeys(ops, function))
+        _forms_of_each.update(dict.fromkeys(ops, function))
         return function
 
     return register
@@ -444,9 +444,9 @@ def find_transposable_form(op: Any) -> Callable[..., Any] | None:
     return _transposable_forms.get(op)
 
 
-def find_batched(op: Any) -> Callable[..., Any] | None:
+def find_form_of_each(op: Any) -> Callable[..., Any] | None:
     """How to run an op with few parameters of each sample's own, if that is registered."""
-    return _batched.get(op)
+    return _forms_of_each.get(op)
 
 
 def find_decomposition(op: Any, differentiated: bool) -> Callable[..., Any] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from psg._hardware import _matmul
 from psg._torch import _ambient
 from psg.factors import Dense, Outer
-from psg.rules._registry import batched, reshape, rule, transpose
+from psg.rules._registry import of_each, reshape, rule, transpose
 
 
 def flatten_positions(tensor: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     }
 
 
-@batched(F.linear)
+@of_each(F.linear)
 def linear_of_each(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """([n,*,i], [n,o,i], [n,o]) -> [n,*,o]."""
     if weight.ndim != 3 or input.ndim < 2 or input.shape[-1] != weight.shape[2] or input.dtype != weight.dtype:

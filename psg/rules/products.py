@@ -20,7 +20,7 @@ from psg._torch import _ambient, _functorch
 from psg.factors import Dense, Factor, Outer, Region, Routed, Views
 from psg.factors._maps import reshaped
 from psg.factors._views import strides_of
-from psg.rules._registry import batched, decomposition, reshape, rule, transposable_form, transpose
+from psg.rules._registry import decomposition, of_each, reshape, rule, transposable_form, transpose
 from psg.rules.linear import flatten_positions, linear
 
 _SMALL_GRADIENTS = 1 << 20
@@ -264,7 +264,7 @@ def matmul(input: Tensor, other: Tensor, *, shared: Collection[str] = ()) -> Any
     return _pair(("input", "other"), (input, other), equation, shared, stretch="".join(filter(str.isupper, equation)))
 
 
-@batched(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
+@of_each(torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul_of_each(input: Tensor, other: Tensor) -> Any:
     """Matrices and vectors: ([n,t,i] or [n,i], [n,i,o] or [n,i]) -> [n,t,o], [n,t], [n,o] or [n]."""
     dims = input.ndim, other.ndim
@@ -409,7 +409,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     }
 
 
-@batched(torch.addmm, Tensor.addmm)
+@of_each(torch.addmm, Tensor.addmm)
 def addmm_of_each(input: Tensor, mat1: Tensor, mat2: Tensor) -> Any:
     """([n,o] or [n,t,o], [n,t,i], [n,i,o]) -> [n,t,o]."""
     if mat1.ndim != 3 or mat2.ndim != 3 or input.ndim not in (2, 3) or not input.dtype == mat1.dtype == mat2.dtype:
