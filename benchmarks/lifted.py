@@ -139,6 +139,31 @@ def kalman_filter(params, x):
     return total
 
 
+@function(params=((8,), (8, 8)), x=(64, 8))
+def gaussian_of_a_covariance(params, x):
+    mean, root = params
+    normal = torch.distributions.MultivariateNormal(mean, root @ root.T + torch.eye(8), validate_args=False)
+    return -normal.log_prob(x)
+
+
+@function(params=((3, 4, 4), (3, 4)), x=(64, 4))
+def normalising_flow(params, x):
+    total = 0
+    for matrix, shift in zip(*params, strict=True):
+        x = matrix @ x + shift
+        total = total + torch.linalg.slogdet(matrix)[1] + (1 - x.tanh().square()).log().sum()
+        x = x.tanh()
+    return x.square().sum() / 2 - total
+
+
+@function(params=((12, 2), (12,)), x=(16, 12))
+def gaussian_process(params, x):
+    places, mean = params
+    kernel = (places[:, None] - places).square().sum(2).neg().exp() + torch.eye(12)
+    root = torch.linalg.cholesky(kernel)
+    return torch.linalg.solve_triangular(root, (x - mean)[:, None], upper=False).square().sum() / 2 + root.diagonal().log().sum()
+
+
 @function(params=((64, 8), (64,), (64, 64), (64,), (2, 64), (2,), (2,)), x=(64, 12))
 def gaussian_policy(params, x):
     *layers, deviation = params

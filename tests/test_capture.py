@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import psg
 from psg._call import Options, prepare
-from psg._capture import _backward, _lifted
+from psg._capture import _backward, _derived, _lifted
 from psg._ladder import _ladder
 from psg._torch import _functorch
 from psg.factors import Outer
@@ -87,32 +87,50 @@ def parts_of(output):
     return [output] if isinstance(output, torch.Tensor) else [part for item in output for part in parts_of(item)]
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:index_reduce")
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("name", COMPUTED_ONCE)
-def test_an_op_on_parameters_alone_runs_once(name, n, device, monkeypatch):
-    """All outputs of the op are used, with cotangents that differ from sample to sample and from entry to entry."""
-    as_large(monkeypatch)
+def with_an_op_on_parameters(name, device):
+    """A function that uses all outputs of the op, with cotangents that differ from sample to sample and from entry to entry."""
 
     def fn(w, x):
         loss = score(w * x[0])
-        for part in parts_of(COMPUTED_ONCE[name](w)):
+        for part in parts_of(COMPUTED_ONCE[name](w + 0)):
             part = torch.view_as_real(part) if part.is_complex() else part.to(w.dtype)
             loss = loss + ((part * x[0]).sin() * (part + x[1]).cos()).sum() * x[2]
         return loss
 
-    with torch.device(device):
-        w, x = torch.rand(4, 4) + 0.5, torch.randn(n, 3)
-        try:
-            expected = loop_grad(fn)(w, x)
-        except RuntimeError as error:
-            if "is not implemented" not in str(error) and "is now removed" not in str(error):
-                raise
-            pytest.skip(f"torch {torch.__version__} lacks it: {str(error).splitlines()[0]}")
-        assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
-        uses = psg.explain(fn)(w, x).leaves[0].uses
+    def compare(n, calls=1):
+        with torch.device(device):
+            w, x = torch.rand(4, 4) + 0.5, torch.randn(n, 3)
+            try:
+                expected = loop_grad(fn)(w, x)
+            except RuntimeError as error:
+                if "is not implemented" not in str(error) and "is now removed" not in str(error):
+                    raise
+                pytest.skip(f"torch {torch.__version__} lacks it: {str(error).splitlines()[0]}")
+            for _ in range(calls):
+                assert_trees_close(psg.per_sample_grad(fn)(w, x), expected)
+            return psg.explain(fn)(w, x).leaves[0].uses
+
+    return compare
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:index_reduce")
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", COMPUTED_ONCE)
+def test_an_op_on_parameters_alone_runs_once(name, n, device, monkeypatch):
+    as_large(monkeypatch)
+    uses = with_an_op_on_parameters(name, device)(n)
     op = name.split()[0]
     assert uses[f"{op}: derived"] and f"{op}: lifted" not in uses
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:index_reduce", "ignore:.*searchsorted.*non-contiguous")
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", COMPUTED_ONCE)
+def test_an_op_on_few_numbers_of_parameters_runs_for_every_sample(name, n, device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 17)
+    uses = with_an_op_on_parameters(name, device)(n, calls=2)  # the first call learns it
+    op = name.split()[0]
+    assert (f"{op}: derived" in uses) == (op in _derived._UNFIT_FOR_VMAP)
 
 
 def few_numbers(p, x):
@@ -296,7 +314,7 @@ def test_a_rule_of_the_user_s_takes_few_numbers_too(device, monkeypatch):
         lambda w, s, x: (s.exp() * torch.ones(40_000, dtype=w.dtype, device=w.device)).cos().mean() * x,  # to compute many numbers
         lambda w, s, x: s.exp() * x if s.exp() > 0 else s * x,  # as a Python value
         lambda w, s, x: s.exp() * x * s.detach().abs(),  # with a constant computed from a parameter
-        lambda w, s, x: torch.linalg.inv(w[:, :3]).sum() * x,  # with an op that vmap runs sample by sample, or slowly
+        lambda w, s, x: torch.block_diag(w, w).sum() * x,  # with an op that vmap runs sample by sample
     ],
 )
 def test_few_numbers_that_are_used_otherwise_are_computed_once(use, device, monkeypatch):

@@ -11,7 +11,7 @@ from torch._functorch.autograd_function import custom_function_call
 
 from psg._call import Call
 from psg._capture import _ruleless
-from psg._capture._derived import derives, is_simple
+from psg._capture._derived import derives, runs_for_each
 from psg._capture._lifted import Lifted
 from psg._capture._rewriting import Rewriting
 from psg._capture._steps import run_pullable
@@ -71,9 +71,7 @@ class Once(Rewriting):
         """Whether an op is computed once if it is on lifted values and constants alone."""
         if self.differentiated or not self.habits.derives or not derives(func, args, kwargs):
             return False  # a derived value has a leaf of its own, at which its derivative would end
-        if not self.habits.lifts or not is_simple(name_of(func)):
-            return True
-        return not all(value.is_little for value in self.lifted_among(tensors_of(args, kwargs)))
+        return not self.habits.lifts or not runs_for_each(name_of(func), *self.lifted_among(tensors_of(args, kwargs)))
 
     def _others(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call that are no lifted values."""

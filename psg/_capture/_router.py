@@ -12,7 +12,7 @@ from torch._functorch.autograd_function import custom_function_call
 from psg._call import Call
 from psg._capture import _ruleless
 from psg._capture._agreed import Drawn, asks_for_a_number, run_agreed, with_numbers
-from psg._capture._derived import derives, is_simple
+from psg._capture._derived import derives, runs_for_each
 from psg._capture._inside import LinearOp
 from psg._capture._lifted import Lifted, with_history
 from psg._capture._once import Once
@@ -226,12 +226,12 @@ class Router(Once, Looking):
         if self.has_python_values:
             return False
         made = [(value, *value.made_by) for value in self.values if value.made_by is not None]
-        few = [(value, step) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
-        if not few or not all(is_simple(step.name) for _, step in few):
+        few = [(step.name, value, *parents) for value, step, parents in made if all(each.is_little for each in (value, *parents))]
+        if not few or not all(runs_for_each(*each) for each in few):
             return False
-        own = {id(value) for value, _ in few}
+        own = {id(value) for _, value, *_ in few}
         # A small product takes no longer without its rule. But taps do not show what fn's own transforms and derivatives compute from one.
-        ruled = [tap for tap in self.taps if self.differentiates or self.nests or not (tap.is_little and is_simple(tap.op))]
+        ruled = [tap for tap in self.taps if self.differentiates or self.nests or not runs_for_each(tap.op, tap)]
         used = {id(value) for tap in ruled for _, value, _ in tap.builders}
         used.update(id(parent) for value, _, parents in made if id(value) not in own for parent in parents)
         return used.isdisjoint(own)
