@@ -160,9 +160,15 @@ DECLINED = {
         normal(2),
         normal(N, 3, 2),
     ),
+    "lu_solve of a constant matrix, in the old order": lambda: (
+        lambda w, x: score(torch.lu_solve(w * x, *torch.linalg.lu_factor(torch.eye(3) + 1))),
+        normal(2),
+        normal(N, 3, 2),
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.lu_solve is deprecated")
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_is_declined_equals_the_loop(name):
     fn, *args = DECLINED[name]()

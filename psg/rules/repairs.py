@@ -73,8 +73,8 @@ def lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoin
 
 @decomposition(torch.lu_solve, Tensor.lu_solve)
 def old_lu_solve(b: Tensor, LU_data: Tensor, LU_pivots: Tensor, *, out: Tensor | None = None) -> Any:
-    """The same with its arguments in another order."""
-    return lu_solve(LU_data, LU_pivots, b, out=out)
+    """The same with its arguments in another order, which vmap runs sample by sample."""
+    return torch.linalg.lu_solve(LU_data, LU_pivots, b) if out is None else NotImplemented
 
 
 # Of these ops, derivatives that transforms take of derivatives, and of tangents, are wrong in torch: those of tangents leave out that the
