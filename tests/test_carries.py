@@ -142,6 +142,18 @@ MATRICES = {
         {"a": Outer, "b": Views},
     ),
     "blocks": (lambda p: (p["b"].view(2, 2, RANK) @ p["b"].new_ones(2, RANK, IN)).view(OUT, IN), {"b": Dense}),
+    "divided by a product with vectors": (
+        lambda p: p["w"] / (p["w"].new_ones(OUT) @ p["w"] @ torch.linspace(1, 2, IN, device=p["w"].device)),
+        {"w": Outer},
+    ),
+    "divided by the largest of each row": (lambda p: p["w"] / p["w"].abs().max(1, keepdim=True)[0], {"w": Sum}),
+    "less the median of each column": (lambda p: p["w"] - p["w"].median(0).values, {"w": Sum}),
+    "layer norm": (lambda p: F.layer_norm(p["w"], (IN,)), {"w": Sum}),
+    "layer norm over all": (lambda p: F.layer_norm(p["w"], (OUT, IN), eps=0.1), {"w": Sum}),
+    "root mean squares": (lambda p: F.rms_norm(p["w"], (IN,)), {"w": Sum}),
+    "flipped": (lambda p: p["w"].flip(0, 1), {"w": Views}),
+    "rolled": (lambda p: p["w"].roll((1, 2), (0, 1)), {"w": Views}),
+    "inner products": (lambda p: torch.inner(p["b"], p["a"].T), {"a": Outer, "b": Outer}),
     "matrix exponential": (lambda p: p["b"] @ torch.matrix_exp(p["a"][:, :RANK]) @ p["a"], {"a": Sum, "b": Outer}),
 }
 
@@ -706,6 +718,22 @@ STEPS = {
     "in another shape, standardised": lambda w, p: F.batch_norm(w.reshape(1, OUT, -1), None, None, p["gain"].view(-1), training=True)[0],
     "of a product": lambda w, p: torch.addmm(w, p["b"], p["a"], alpha=0.3) * torch.outer(p["gain"][:, 0], p["columns"]),
     "penalised": lambda w, p: w * (1 + (w.T @ w - torch.eye(IN, device=w.device)).square().mean()).rsqrt(),
+    "between vectors": lambda w, p: w / (3 + (p["gain"][:, 0] @ w @ p["columns"]).square()) + p["gain"][:, 0].sin() @ w,
+    "rolled": lambda w, p: w.roll(1, 0) * torch.roll(w, (1, 2), dims=(0, 1)) - w.fliplr() + torch.flipud(w).roll(2),
+    "its rows' greatest": lambda w, p: w / (1 + w.abs().max(1, keepdim=True)[0]) - w.min(0).values * w.median(-1)[0][:, None],
+    "the greater of it and another": lambda w, p: torch.max(w, p["w"]) + torch.min(w, p["columns"]),
+    "layer norms": lambda w, p: F.layer_norm(w, (IN,)) + F.layer_norm(w, w.shape, p["w"], eps=0.1) * F.layer_norm(w, (IN,), None, w[0]),
+    "their root mean squares": lambda w, p: F.rms_norm(w, (IN,)) + F.rms_norm(w, w.shape, p["w"], eps=0.1),
+    "inner products": lambda w, p: torch.inner(w, p["a"]) @ p["a"] + w.inner(p["columns"])[:, None] * torch.inner(p["s"], p["columns"]),
+    "rectified, with slopes": lambda w, p: F.prelu(w, p["columns"]) + F.prelu(w, p["s"].view(1)),
+    "quantised by rows": lambda w, p: torch.fake_quantize_per_channel_affine(
+        w,
+        torch.linspace(0.1, 0.4, OUT, device=w.device, dtype=torch.float32),
+        torch.zeros(OUT, device=w.device, dtype=torch.int32),
+        0,
+        -3,
+        3,
+    ),
 }
 USES = {
     "linear": lambda w, x: F.linear(x, w),

@@ -192,6 +192,11 @@ def _matmul(output: Tensor, input: Any, other: Any) -> SideCarries:
             (input, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * y))),
             (other, lambda factor: _if_dense(factor, lambda c: Dense(c[:, None] * x))),
         ]
+    if (x.ndim, y.ndim) == (1, 2):
+        return [
+            (input, lambda factor: _if_dense(factor, lambda c: Dense(c @ y.t().to(c.dtype)))),
+            (other, lambda factor: _if_dense(factor, lambda c: Outer(x.expand(len(c), 1, -1).to(c.dtype), c[:, None]))),
+        ]
     if x.ndim < 2 or x.ndim not in (2, y.ndim):
         return []
     return _einsum(output, matmul_equation((x.ndim, y.ndim)), input, other)
@@ -368,6 +373,12 @@ def _kron(output: Tensor, input: Any, other: Any) -> SideCarries:
 def _tensordot(output: Tensor, a: Any, b: Any, dims: Any = 2, out: None = None) -> SideCarries:
     written = tensordot_labels((a.ndim, b.ndim), dims)
     return [] if written is None else _operands(output, written[1], list(zip(written[0], (a, b), strict=True)))
+
+
+def _inner(output: Tensor, input: Any, other: Any) -> SideCarries:
+    if other.ndim == 2:
+        return _linear(output, input, other)
+    return _tensordot(output, input, other, ([input.ndim - 1], [other.ndim - 1])) if input.ndim and other.ndim else []
 
 
 # Layouts and dtypes
@@ -570,6 +581,13 @@ def _take_along_dim(output: Tensor, input: Any, indices: Tensor, dim: int | None
     return _read(output, input, lambda numbers: numbers.take_along_dim(indices, dim), input.ndim)
 
 
+def _rearranged(name: str) -> Callable[..., SideCarries]:
+    def carries(output: Tensor, input: Any, *args: Any, **kwargs: Any) -> SideCarries:
+        return _read(output, input, lambda numbers: getattr(numbers, name)(*args, **kwargs), input.ndim)
+
+    return carries
+
+
 def _index_add(output: Tensor, input: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> SideCarries:
     if not _is_first(dim, input) or index.ndim != 1 or source.ndim != input.ndim:
         return []
@@ -667,6 +685,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "einsum": _einsum,
     "kron": _kron,
     "tensordot": _tensordot,
+    "inner": _inner,
     **dict.fromkeys(("linalg_inv", "inverse"), _inv),
     **dict.fromkeys(("linalg_pinv", "pinverse"), _pinv),
     **dict.fromkeys(("linalg_matrix_exp", "matrix_exp"), _matrix_exp),
@@ -688,6 +707,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "gather": _gather,
     "take": _take,
     "take_along_dim": _take_along_dim,
+    **{name: _rearranged(name) for name in ("flip", "fliplr", "flipud", "roll", "rot90")},
     "index_add": _index_add,
     "scatter_add": _scatter_add,
     "scatter_reduce": _scatter_reduce,

@@ -73,7 +73,7 @@ def _gradient(gradient: Tensor, side: Tensor, factor: Rows, has_rows: bool) -> F
     return Dense(each.sum(1).reshape(factor.n, *side.shape))
 
 
-ELEMENTWISE = (POINTWISE | ARITHMETIC) - {"tril", "triu"}
+ELEMENTWISE = (POINTWISE | ARITHMETIC) - {"tril", "triu", "fake_quantize_per_channel_affine"}
 """Ops whose entries do not depend on their place."""
 
 _ROW_BY_ROW: dict[str, tuple[str, int, Any]] = {

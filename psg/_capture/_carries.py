@@ -275,7 +275,7 @@ def _largest(tensor: Tensor) -> float:
 _SELECTING = frozenset(
     """
     relu relu6 hardtanh hardswish hardsigmoid hardshrink softshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum
-    minimum fmax fmin tril triu copysign xlogy special_xlogy nan_to_num
+    minimum fmax fmin tril triu copysign xlogy special_xlogy nan_to_num max min median
     """.split()
 )
 """Those of them whose derivative is zero at some entries whatever the cotangent is there, NaN included."""
@@ -313,14 +313,21 @@ def _batch_norm(
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    if weight is None:
-        return NotImplemented
-    output = F.layer_norm(input, normalized_shape, None, None, eps) * weight
+    var, mean = torch.var_mean(input, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
+    output = (input - mean) * (var + eps).rsqrt()
+    output = output if weight is None else output * weight
     return output if bias is None else output + bias
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return NotImplemented if weight is None else F.rms_norm(input, normalized_shape, None, eps) * weight
+    squares = input.square().mean(list(range(-len(normalized_shape), 0)), keepdim=True)
+    output = input * (squares + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
+    return output if weight is None else output * weight
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    slopes = weight.reshape(-1, *(1,) * (input.ndim - 2)) if weight.ndim and input.ndim > 1 else weight
+    return torch.where(input > 0, input, slopes * input)
 
 
 _COMPOSITES: dict[Any, Callable[..., Any]] = {
@@ -329,6 +336,7 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
+    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu),
     **dict.fromkeys((torch.linalg.householder_product, torch.orgqr, Tensor.orgqr), householder_product),
 }
 """Composites written out; they return NotImplemented for forms of the call that are something else."""

@@ -52,20 +52,20 @@ _UNFIT_FOR_VMAP = frozenset(
 )
 """Ops that vmap runs sample by sample, lays out anew, or gives a wrong gradient; autograd.Functions are their users'."""
 
-# Measured (benchmarks/lifted.py, and single ops in float32): LAPACK factorises small matrices one after the other, and iterates for some.
-_FACTORISING: dict[str, int] = dict.fromkeys(
+_DIRECT = frozenset(
     """
     cholesky linalg_cholesky linalg_cholesky_ex cholesky_inverse cholesky_solve linalg_qr qr det linalg_det logdet slogdet linalg_slogdet lu
     linalg_lu_factor linalg_lu_factor_ex
-    """.split(),
-    1 << 15,
-) | dict.fromkeys(
+    """.split()
+)
+_ITERATIVE = frozenset(
     """
     linalg_svd linalg_svdvals svd linalg_eig linalg_eigvals linalg_eigh linalg_eigvalsh linalg_householder_product orgqr linalg_lstsq
     linalg_cond linalg_matrix_rank linalg_pinv pinverse
-    """.split(),
-    1 << 13,
+    """.split()
 )
+# LAPACK factorises small matrices one after the other (measured: benchmarks/lifted.py, and single ops in float32).
+_FACTORISING: dict[str, int] = {**dict.fromkeys(_DIRECT, 1 << 15), **dict.fromkeys(_ITERATIVE, 1 << 13)}
 """How many bytes of matrices, of all samples together, take about as long as a step that computes them once and pulls the result back."""
 
 

@@ -100,20 +100,21 @@ def keepdim_shape(step: Step, side: Tensor) -> tuple[int, ...] | None:
 
 POINTWISE = frozenset(
     """
-    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit log_sigmoid
-    tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign tanhshrink softshrink
-    hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu sin cos tan asin acos
-    atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp logaddexp2 erf erfc
-    special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine fmod remainder frac
-    ldexp deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 special_entr special_erfcx special_erfinv special_exp2 special_expm1
-    special_log1p special_logit special_log_ndtr special_ndtr special_ndtri special_gammaln special_multigammaln special_digamma special_psi
-    special_polygamma special_i0 special_i0e special_i1 special_i1e special_sinc special_xlogy special_xlog1py
+    pow __rpow__ float_power square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p abs absolute sigmoid special_expit
+    log_sigmoid tanh softplus relu relu6 leaky_relu silu gelu elu selu celu mish hardtanh hardswish hardsigmoid softsign tanhshrink
+    softshrink hardshrink threshold clamp clamp_min clamp_max clip where masked_fill maximum minimum fmax fmin lerp tril triu sin cos tan
+    asin acos atan sinh cosh asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh atan2 arctan2 hypot logaddexp logaddexp2 erf
+    erfc special_erf erfinv sinc logit nan_to_num addcmul addcdiv copysign xlogy positive fake_quantize_per_tensor_affine
+    fake_quantize_per_channel_affine fmod remainder frac ldexp deg2rad rad2deg lgamma mvlgamma digamma polygamma i0 special_entr
+    special_erfcx special_erfinv special_exp2 special_expm1 special_log1p special_logit special_log_ndtr special_ndtr special_ndtri
+    special_gammaln special_multigammaln special_digamma special_psi special_polygamma special_i0 special_i0e special_i1 special_i1e
+    special_sinc special_xlogy special_xlog1py
     """.split()
 )
 """Elementwise ops: each entry of the result depends on the argument's entry at the same place alone."""
 
 REDUCING: dict[str, int] = {
-    **dict.fromkeys("sum mean var std var_mean std_mean amax amin logsumexp prod nansum nanmean norm_except_dim".split(), 1),
+    **dict.fromkeys("sum mean var std var_mean std_mean amax amin max min median logsumexp prod nansum nanmean norm_except_dim".split(), 1),
     **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), 2),
 }
 """Reductions, with the position of the argument that names the dimensions: no two entries of the result share an entry of the input."""
