@@ -77,9 +77,9 @@ def attention_in_parts(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """As products and a softmax: torch's fused kernels have no second derivative. Dropout turns those off."""
-    if dropout_p or min(query.ndim, key.ndim, value.ndim) < 2 or is_causal and attn_mask is not None:
-        return NotImplemented  # the last two are torch's errors
+    """As products and a softmax: torch's fused kernels have no second derivative."""
+    if min(query.ndim, key.ndim, value.ndim) < 2 or is_causal and attn_mask is not None:
+        return NotImplemented  # torch's errors
     if enable_gqa:
         heads = query.shape[-3]
         key, value = (side.repeat_interleave(heads // side.shape[-3], -3) for side in (key, value))
@@ -89,10 +89,13 @@ def attention_in_parts(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is None:
-        return (scores.softmax(-1) @ value).to(dtype)
-    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    empty = (scores == -torch.inf).all(-1, keepdim=True)  # a row without entries is zero, and so are its derivatives
-    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+        weights = scores.softmax(-1)
+    else:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        empty = (scores == -torch.inf).all(-1, keepdim=True)  # a row without entries is zero, and so are its derivatives
+        weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    if dropout_p:
+        weights = F.dropout(weights, dropout_p)
     return (weights @ value).to(dtype)
 
 
