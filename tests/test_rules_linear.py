@@ -107,15 +107,16 @@ def test_products_in_blocks_of_rows(problem, device):
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("positions", [(5,), (4, 5), (2, 4, 5)])
 @pytest.mark.parametrize("names", [{"weight"}, {"weight", "bias"}])
-def test_transposes_of_contiguous_tensors(names, lead, device):
-    """Large ones are not copied: an unfolded image, the mixing of tokens."""
+def test_transposes_of_contiguous_tensors(names, positions, lead, device):
+    """Large ones are not copied: an image, unfolded or not, the mixing of tokens."""
     shapes = {"weight": (4, 3), "bias": (4,)}
     params = {name: torch.randn(shapes[name], device=device) for name in names}
-    x = torch.randn(3, *lead, 3, 5, device=device)
+    x = torch.randn(3, *lead, 3, *positions, device=device)
     blocks = mock.patch.object(LINEAR._matmul, "affine_blocks", wraps=LINEAR._matmul.affine_blocks)
     with mock.patch.object(LINEAR, "_FEW", 0), blocks as run:
-        assert_agrees(Problem(lambda p, x: score(F.linear(x.mT, **p)), (params, x)))
+        assert_agrees(Problem(lambda p, x: score(F.linear(x.movedim(len(lead), -1), **p)), (params, x)))
     assert run.called
 
 

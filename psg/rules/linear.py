@@ -46,9 +46,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         # Without a bias the native op returns no view of another tensor. A pass over few numbers takes less time than two more ops.
         output = F.linear(input, weight)
         output = output if bias is None else output.add_(bias)
-    elif input.ndim > 2 and not converted and not input.is_contiguous() and input.mT.is_contiguous():
-        # The transpose of a contiguous tensor, such as an unfolded image: a flat product would copy it first.
-        output = reshape(_matmul.affine_blocks(input.flatten(0, -3), weight, bias), shape)
+    elif not converted and (blocks := _blocks(input)) is not None:
+        output = reshape(_matmul.affine_blocks(blocks, weight, bias), shape)
     else:
         # One flat product: on [n, 1, i] the native op would copy the bias n times. vmap would add the bias in a separate pass, so frozen
         # layers run here too.
@@ -58,6 +57,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         "weight": lambda cotangent: Outer(flatten_positions(cotangent), flatten_positions(input)),
         "bias": sum_positions,
     }
+
+
+def _blocks(input: Tensor) -> Tensor | None:
+    """[n,*,i] -> [k,t,i] if that is the transpose of a contiguous tensor, such as an image: a flat product would copy it first."""
+    if input.is_contiguous():
+        return None
+    first = next((dim for dim in range(input.ndim - 2, 0, -1) if input.movedim(-1, dim).is_contiguous()), None)
+    return None if first is None else input.flatten(first, -2).flatten(0, first - 1)
 
 
 @of_each(F.linear)
