@@ -1500,6 +1500,16 @@ def test_reductions_accumulate_in_float32(dtype, device):
         assert_trees_close(terms.double(), low.to(torch.float64).squared_terms(), rtol=psg_rtol(dtype), name=f"{size}: squared_terms")
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_a_number_for_a_whole_row_is_added_to_a_sum_as_it_is(n, device):
+    outer = Outer(torch.randn(n, 2, 3, device=device), torch.randn(n, 2, 4, device=device))
+    row = Expanded(torch.randn(n, 3, 1, device=device), torch.Size([3, 4]))
+    both = Sum([row, outer], outer.left[:, 0, :0], outer.shape)
+    with mock.patch.object(Expanded, "materialize", side_effect=AssertionError):
+        found = both.materialize()
+    torch.testing.assert_close(found, outer.materialize() + row.values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_rounded_once(dtype, device):
     # In bfloat16 a sum of many rows would stop growing, and each weighted row would be rounded.

@@ -63,6 +63,9 @@ class Expanded(Factor):
     def materialize(self) -> Tensor:
         return self.values.expand(self.n, *self.shape).contiguous()
 
+    def add_to(self, out: Tensor) -> None:
+        out.add_(self.values)
+
     def squared_norm(self) -> Tensor:
         return Dense(widen(self.values) * self._times**0.5).squared_norm()
 
