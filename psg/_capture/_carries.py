@@ -303,8 +303,9 @@ def _batch_norm(
 ) -> Tensor:
     if not training or running_mean is not None or running_var is not None:
         return NotImplemented
-    var, mean = torch.var_mean(input, [dim for dim in range(input.ndim) if dim != 1], correction=0, keepdim=True)
-    output = (input - mean) * (var + eps).rsqrt()
+    dims = [dim for dim in range(input.ndim) if dim != 1]
+    centred = input - input.mean(dims, keepdim=True)
+    output = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()  # torch.var is slower than all of this
     shape = (-1, *(1,) * (input.ndim - 2))
     output = output if weight is None else output * weight.reshape(shape)
     return output if bias is None else output + bias.reshape(shape)
