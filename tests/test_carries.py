@@ -20,7 +20,7 @@ from torch import nn
 import psg
 from psg._capture import _carries, _derived, _lifted
 from psg._torch import _autograd, _ops
-from psg.factors import Conv, Dense, Entries, Outer, Region, Rows, Scaled, Sum, Views, _base
+from psg.factors import Conv, Dense, Entries, Expanded, Outer, Region, Rows, Scaled, Sum, Views, _base
 from psg.testing import assert_trees_close, loop_grad
 from psg.testing._loop import tree_map
 
@@ -107,6 +107,9 @@ MATRICES = {
     "normalised rows, in part": (lambda p: F.normalize(p["w"], p=3.0, dim=-1, eps=1.5), {"w": Sum}),
     "standardised": (lambda p: (p["w"] - p["w"].mean(1, keepdim=True)) / p["w"].std(1, keepdim=True), {"w": Sum}),
     "standardised, without the dimension": (lambda p: p["w"] / torch.var_mean(p["w"], 0)[0].sqrt(), {"w": Sum}),
+    "means of its rows": (lambda p: p["w"].mean(1, keepdim=True).expand(OUT, IN), {"w": Expanded}),
+    "sums of its columns": (lambda p: p["w"].sum((0,)).sin().expand(OUT, IN), {"w": Expanded}),
+    "the mean of its entries": (lambda p: p["w"].mean().sin().expand(OUT, IN), {"w": Scaled}),
     "standardised by batch norm": (lambda p: F.batch_norm(p["w"].T, None, None, training=True).T, {"w": Sum}),
     "softmax": (lambda p: p["w"].softmax(1), {"w": Sum}),
     "softmax of columns": (lambda p: nn.Softmax(dim=0)(p["w"] / p["s"]), {"w": Sum, "s": Dense}),

@@ -242,6 +242,8 @@ def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
         if small is None:
             return None
         numbers = factor.values.reshape(factor.n, *small)
+        if step.name in _ADDING and output.numel() > 1:  # one number is kept as it is: multiples are recognised by it
+            return Expanded(numbers / max(1, side.numel() // output.numel()) if step.name == "mean" else numbers, side.shape)
     else:
         return None
     entries = step.vjp(side, torch.ones_like(output) if constant is None else constant)
@@ -271,6 +273,9 @@ def _largest(tensor: Tensor) -> float:
     least, most = (tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).detach().aminmax()
     return max(abs(least.item()), abs(most.item())) if least == least else math.nan
 
+
+_ADDING = ("sum", "mean")
+"""Reductions whose derivative is the same at all entries that they reduce to one."""
 
 _SELECTING = frozenset(
     """
