@@ -463,6 +463,16 @@ class Inverted(nn.Module):
         return torch.linalg.solve(self.weight, x.mT).mT
 
 
+def quantised(layer: nn.Module) -> Tensor:
+    """In four bits, at a scale for each output channel that training leaves alone: quantisation-aware training."""
+    scales = layer.weight.detach().abs().amax(1).float() / 7  # torch takes no others
+    return torch.fake_quantize_per_channel_affine(layer.weight, scales, torch.zeros_like(scales, dtype=torch.int32), 0, -7, 7)
+
+
+def mirrored(layer: nn.Module) -> Tensor:
+    return (layer.weight + layer.weight.flip(1)) / 2
+
+
 def symmetric(layer: nn.Module) -> Tensor:
     return layer.weight.triu() + layer.weight.triu(1).T
 
@@ -476,6 +486,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "straight_through": network(straight_through),
     "positive": network(positive),
     "probabilities": network(lambda layer: (8 * math.sqrt(layer.weight.shape[1]) * layer.weight).softmax(1)),
+    "between_vectors": network(lambda layer: layer.weight / (layer.u.to(layer.weight) @ layer.weight @ layer.v.to(layer.weight))),
+    "divided_by_the_largest": network(lambda layer: layer.weight / layer.weight.abs().max(1, keepdim=True)[0]),
+    "layer_normalised": network(lambda layer: F.layer_norm(layer.weight, layer.weight.shape[1:]) / math.sqrt(layer.weight.shape[1])),
+    "quantised_channels": network(quantised),
+    "mirrored": network(mirrored),
     "masked": masked,
     "standardised_filters": standardised,
     "squared_norm_in_the_loss": penalised,

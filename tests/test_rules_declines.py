@@ -475,12 +475,6 @@ BATCHED = {
         normal(2, 1, 3),
         normal(N, 3),
     ),
-    "attention with a dropout": lambda: (
-        "w reaches scaled_dot_product_attention .* for which this method has no rule that fits",
-        lambda w, x: F.scaled_dot_product_attention(x, w, w, dropout_p=0.5).sum((1, 2)),
-        normal(4, 3),
-        normal(N, 4, 3),
-    ),
     "attention to what is before": lambda: (
         "",
         lambda w, x: F.scaled_dot_product_attention(x, w, w, is_causal=True).sin().sum((1, 2)),

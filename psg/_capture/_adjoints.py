@@ -582,8 +582,25 @@ def _take_along_dim(output: Tensor, input: Any, indices: Tensor, dim: int | None
 
 
 def _rearranged(name: str) -> Callable[..., SideCarries]:
+    """The carries of flips and rolls: where a matrix has its rows and its columns in another order, a product's sides have them so."""
+
     def carries(output: Tensor, input: Any, *args: Any, **kwargs: Any) -> SideCarries:
-        return _read(output, input, lambda numbers: getattr(numbers, name)(*args, **kwargs), input.ndim)
+        def move(numbers: Tensor) -> Tensor:
+            return getattr(numbers, name)(*args, **kwargs)
+
+        entries = _read(output, input, move, input.ndim)
+        is_flat = name == "roll" and kwargs.get("dims", args[1] if len(args) > 1 else ()) in ((), [])  # of all entries in one line
+        if input.ndim != 2 or input.numel() == 0 or is_flat or name == "rot90":
+            return entries
+
+        def carry(factor: Factor) -> Factor | None:
+            places = move(torch.arange(input.numel(), device=input.device).view(input.shape))
+            rows, columns = (places[:, 0] // input.shape[1]).argsort(), (places[0] % input.shape[1]).argsort()
+            turned = _turned(gathered(factor, rows))
+            found = None if turned is None else _turned(gathered(turned, columns))
+            return found if found is not None or not entries else entries[0][1](factor)
+
+        return [(input, carry)]
 
     return carries
 

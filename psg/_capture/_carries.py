@@ -308,9 +308,7 @@ def _batch_norm(
 ) -> Tensor:
     if not training or running_mean is not None or running_var is not None:
         return NotImplemented
-    dims = [dim for dim in range(input.ndim) if dim != 1]
-    centred = input - input.mean(dims, keepdim=True)
-    output = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()  # torch.var is slower than all of this
+    output = _standardised(input, [dim for dim in range(input.ndim) if dim != 1], eps)
     shape = (-1, *(1,) * (input.ndim - 2))
     output = output if weight is None else output * weight.reshape(shape)
     return output if bias is None else output + bias.reshape(shape)
@@ -319,13 +317,19 @@ def _batch_norm(
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    var, mean = torch.var_mean(input, list(range(-len(normalized_shape), 0)), correction=0, keepdim=True)
-    output = (input - mean) * (var + eps).rsqrt()
+    output = _standardised(input, list(range(-len(normalized_shape), 0)), eps)
     output = output if weight is None else output * weight
     return output if bias is None else output + bias
 
 
+def _standardised(input: Tensor, dims: list[int], eps: float) -> Tensor:
+    centred = input - input.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()  # torch.var is slower than all of this
+
+
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if eps is None and input.dtype.itemsize < 4:
+        return NotImplemented  # torch's own epsilon is that of the dtype in which it computes
     squares = input.square().mean(list(range(-len(normalized_shape), 0)), keepdim=True)
     output = input * (squares + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
     return output if weight is None else output * weight
