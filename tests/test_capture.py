@@ -88,7 +88,10 @@ def parts_of(output):
 
 
 def with_an_op_on_parameters(name, device):
-    """A function that uses all outputs of the op, with cotangents that differ from sample to sample and from entry to entry."""
+    """How to compare a function of n samples with the loop; it gives what `explain` says of the parameter.
+
+    The function uses all outputs of the op, with cotangents that differ from sample to sample and from entry to entry.
+    """
 
     def fn(w, x):
         loss = score(w * x[0])
@@ -131,6 +134,22 @@ def test_an_op_on_few_numbers_of_parameters_runs_for_every_sample(name, n, devic
     uses = with_an_op_on_parameters(name, device)(n, calls=2)  # the first call learns it
     op = name.split()[0]
     assert (f"{op}: derived" in uses) == (op in _derived._UNFIT_FOR_VMAP)
+
+
+@pytest.mark.parametrize(("n", "size"), [(4, 8), (4, 60), (64, 12), (64, 30)])
+@pytest.mark.parametrize("factorise", [torch.linalg.slogdet, torch.linalg.svdvals])
+def test_only_small_matrices_are_factorised_for_every_sample(factorise, n, size, device, monkeypatch):
+    monkeypatch.setattr(_lifted, "_FEW_BYTES", 1 << 20)
+    w, x = torch.rand(size, size, device=device) + size * torch.eye(size, device=device), torch.randn(n, device=device)
+
+    def fn(w, x):
+        return score(factorise(w + 1)[1]) * x
+
+    for _ in range(2):  # the first call learns it
+        assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    op = f"linalg_{factorise.__name__.removeprefix('linalg_')}"
+    most = {"linalg_slogdet": 1 << 15, "linalg_svdvals": 1 << 13}[op]
+    assert (f"{op}: derived" in psg.explain(fn)(w, x).leaves[0].uses) == (n * w.nbytes > most)
 
 
 def few_numbers(p, x):

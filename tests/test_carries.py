@@ -783,6 +783,56 @@ def test_drawn_derivations(device, n, steps, uses, midway, plan):
         assert_agrees(Problem(fn, (params, torch.randn(n, 2, IN, device=device))))
 
 
+# Weights [o, i] or [o, i, k] with their entries in another order, standardised, divided, or rounded.
+ARRANGED = {
+    "flipped": lambda w: w.flip(0, -1),
+    "flipped from left to right, and upside down": lambda w: w.fliplr() - 2 * w.flipud(),
+    "rolled": lambda w: w.roll((1, -2), (0, -1)),
+    "rolled in one line": lambda w: w.roll(3),
+    "turned": lambda w: torch.rot90(w, 2, (0, 1)) + w,
+    "over the largest": lambda w: w / (1 + w.abs().max(-1, keepdim=True).values),
+    "less the least": lambda w: w - w.min(0).values,
+    "less the median": lambda w: w - torch.median(w, 1, keepdim=True)[0],
+    "the greater of two": lambda w: torch.max(w, w.detach().roll(1)),
+    "between vectors": lambda w: w / (3 + (w.new_ones(len(w)) @ w.flatten(1) @ w[0].detach().flatten()).square()),
+    "inner products": lambda w: torch.inner(w.flatten(1), w[:1].flatten(1)).view(-1, *(1,) * (w.ndim - 1)) * w,
+    "layer norm": lambda w: F.layer_norm(w, w.shape[1:], w[0].detach(), eps=0.1),
+    "root mean squares": lambda w: F.rms_norm(w, w.shape[1:], eps=0.1),
+    "batch norm": lambda w: F.batch_norm(w.transpose(0, 1), None, None, training=True, eps=0.1).transpose(0, 1),
+    "means": lambda w: w + w.mean(1, keepdim=True) * w.sum(0),
+    "slopes": lambda w: F.prelu(w, w.flatten(2).mean((0, 2)) if w.ndim > 2 else w.mean(0)),
+    "rounded by channels": lambda w: torch.fake_quantize_per_channel_affine(
+        w, torch.linspace(0.1, 0.4, w.shape[1], device=w.device, dtype=torch.float32), w.new_zeros(w.shape[1]).int(), 1, -3, 3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGED)
+@given(
+    n=st.sampled_from([0, 1, 4]),
+    sizes=st.tuples(st.integers(2, 5), st.integers(2, 5), st.integers(1, 3)),
+    positions=st.integers(1, 4),
+    use=st.sampled_from(["linear", "convolution", "lookup", "entries"]),
+    plan=st.sampled_from([None, "gram"]),
+)
+@settings(max_examples=15)
+def test_weights_of_drawn_sizes(name, n, sizes, positions, use, plan, device):
+    o, i, k = sizes
+
+    def fn(w, x):
+        w = ARRANGED[name](w)
+        if use == "convolution":
+            return score(F.conv1d(x, w))
+        if use == "lookup":
+            return score(F.embedding((x[0] > 0).long(), w))
+        return score(F.linear(x.T, w) if use == "linear" else w * x[:, 0])
+
+    w = torch.randn((o, i, k) if use == "convolution" else (o, i), device=device)
+    x = torch.randn(n, i, positions + k - 1, device=device)
+    with psg.plans.using(norm=plan):
+        assert_agrees(Problem(fn, (w, x)))
+
+
 # The weight as a function of the parameters: [o, i], of which a gradient is best materialised if there are many positions.
 MATERIALIZED = {
     "low rank, scaled": lambda p: (1 + p["b"] @ p["a"]) * p["gain"],

@@ -106,18 +106,23 @@ def test_products_in_blocks_of_rows(problem, device):
         assert_agrees(on(problem, device))
 
 
-@pytest.mark.parametrize("lead", [(), (2,)])
-@pytest.mark.parametrize("positions", [(5,), (4, 5), (2, 4, 5)])
 @pytest.mark.parametrize("names", [{"weight"}, {"weight", "bias"}])
-def test_transposes_of_contiguous_tensors(names, positions, lead, device):
+@given(
+    n=st.sampled_from([0, 1, 3]),
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    channels=st.integers(1, 4),
+    positions=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    outputs=st.integers(1, 4),
+)
+def test_transposes_of_contiguous_tensors(names, device, n, lead, channels, positions, outputs):
     """Large ones are not copied: an image, unfolded or not, the mixing of tokens."""
-    shapes = {"weight": (4, 3), "bias": (4,)}
+    shapes = {"weight": (outputs, channels), "bias": (outputs,)}
     params = {name: torch.randn(shapes[name], device=device) for name in names}
-    x = torch.randn(3, *lead, 3, *positions, device=device)
+    x = torch.randn(n, *lead, channels, *positions, device=device)
     blocks = mock.patch.object(LINEAR._matmul, "affine_blocks", wraps=LINEAR._matmul.affine_blocks)
     with mock.patch.object(LINEAR, "_FEW", 0), blocks as run:
         assert_agrees(Problem(lambda p, x: score(F.linear(x.movedim(len(lead), -1), **p)), (params, x)))
-    assert run.called
+    assert run.called != x.movedim(1 + len(lead), -1).is_contiguous()
 
 
 @pytest.mark.parametrize("n", [2, 6])
