@@ -98,7 +98,7 @@ def _size(request, monkeypatch):
 
 def as_large(monkeypatch):
     """As if calling an op cost nothing, and no parameter were small."""
-    monkeypatch.setattr(_lifted, "_MANY_BYTES", 0)
+    monkeypatch.setattr(_machine, "MANY_BYTES", 0)
     monkeypatch.setattr(_machine, "op_call", lambda device: 0)
     monkeypatch.setattr(_lifted, "_FEW_BYTES", 0)
     monkeypatch.setattr(products, "_SMALL_GRADIENTS", 0)

@@ -157,14 +157,52 @@ def _small_along(output: Tensor, input: Any, dim: int | None) -> torch.Size | No
     return torch.Size(1 if d == dim % output.ndim else size for d, size in enumerate(output.shape))
 
 
-def _less(weights: Tensor, constant: Tensor, small: torch.Size) -> CarryToSide:
-    """For a gradient G: -constant * sum(weights * G), summed to the shape `small`."""
+def _less(weights: Tensor, constant: Tensor | None, small: torch.Size) -> CarryToSide:
+    """For a gradient G: -constant * sum(weights * G), summed to the shape `small`; without a constant, expanded."""
 
     def carry(factor: Factor) -> Factor | None:
         total = contracted(factor, weights.expand(factor.shape), small)
-        return None if total is None else multiple(-total.to(constant.dtype), constant)
+        if total is None:
+            return None
+        numbers = -total.to(weights.dtype)
+        return Expanded(numbers, factor.shape) if constant is None else multiple(numbers, constant)
 
     return carry
+
+
+def _batch_norm(
+    output: Tensor,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> SideCarries:
+    # y = w x + b with x = r (input - its mean): r (H - mean(H) - x mean(x H)) with H = w G; x G and G, added up, for w and b
+    if not training or running_mean is not None or running_var is not None or input.dtype != output.dtype or output.dtype.itemsize < 4:
+        return []  # narrow dtypes would round terms that cancel
+    dims = [dim for dim in range(input.ndim) if dim != 1]
+    affine = torch.Size((input.shape[1], *(1,) * (input.ndim - 2)))
+    centred = input.detach() - input.detach().mean(dims, keepdim=True)
+    r = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()  # torch.var is slower than all of this
+    x, scale = centred * r, r if weight is None else weight.detach().reshape(affine) * r
+    means = scale / max(1, x.numel() // max(1, r.numel()))
+
+    def to_affine(side: Tensor, scale: Scale) -> CarryToSide:
+        carry = _entry(output, affine, scale)
+
+        def flat(factor: Factor) -> Factor | None:
+            found = carry(factor)
+            return None if found is None else reshaped(found, side.shape)
+
+        return flat
+
+    to_input = [lambda factor: scaled(factor, scale), _less(means, None, r.shape), _less(x * means, x, r.shape)]
+    to_others = [(side, to_affine(side, scale)) for side, scale in ((weight, x), (bias, 1)) if side is not None]
+    return [(input, carry) for carry in to_input] + to_others
 
 
 def multiple(numbers: Tensor, constant: Tensor) -> Factor:
@@ -714,6 +752,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     "block_diag": _block_diag,
     **dict.fromkeys(("diag", "diag_embed"), _diag),
     "diagonal": _diagonal,
+    "batch_norm": _batch_norm,
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     **dict.fromkeys(("reshape", "reshape_as", "view", "view_as", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze"), _reshape),

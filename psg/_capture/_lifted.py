@@ -14,6 +14,7 @@ from psg._capture._carries import carry_of, terms_of
 from psg._capture._steps import Step, part_of
 from psg._capture._written import WrittenBackward
 from psg._errors import InputError, a_kind
+from psg._hardware import _machine
 from psg._torch import _autograd, _functorch
 from psg._torch._ops import REQUIRES_GRAD, name_of, tensors_of
 from psg.factors import Conv, Dense, Factor, Sum, merge
@@ -112,7 +113,9 @@ class Lifted:
         terms = terms_of(self.terms)
         self.terms = self.terms if terms is None else handed_on(terms)
         # A parent may be large where this value is small, as that of a weight which is made from a vector.
-        if max(value.nbytes for value in (self, *parents)) >= _MANY_BYTES and not all(isinstance(term, Dense) for term in self.terms):
+        if max(value.nbytes for value in (self, *parents)) >= _machine.MANY_BYTES and not all(
+            isinstance(term, Dense) for term in self.terms
+        ):
             # They have to be materialised, but not to be left to autograd: its backward under vmap holds arguments that require grad, and
             # with those torch's matrix products copy the whole gradient into another layout.
             self.terms = handed_on([Dense(merge(self.terms).materialize())])
@@ -238,9 +241,9 @@ class Watch(TorchFunctionMode):
         A rule takes more time inside a transform or a derivative of the function's own, and for data of several rows, whose factor is more
         than two vectors. (A program that is traced has no such overhead.)
         """
-        if _functorch.is_traced():
-            return False
         most, sampled, largest = 2 * _FEW_BYTES, False, 0
+        if any([value.nbytes >= most for value in self.lifted_among(tensors)]) or _functorch.is_traced():
+            return False  # what is usual first
         for tensor in tensors:
             own = _functorch.innermost(tensor, self.level)
             value = self.by_handle.get(id(own))
@@ -304,17 +307,17 @@ class Watch(TorchFunctionMode):
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
     ) -> tuple[Tensor, ...]:
         """Tap a rule's outputs; returns the outputs with which the function goes on."""
-        # What a builder closes over of the outputs it will read, and the function may write into them.
-        read = {id(own) for *_, build in builders for own in _closed_over(build)}
-        versions = [(tensor, tensor._version) for tensor in (*inputs, *(output for output in outputs if id(output) in read))]
+        read = list(inputs)
+        for *_, build in builders:
+            for cell in getattr(build, "__closure__", None) or ():
+                for output in outputs:
+                    if cell.cell_contents is output:  # the builder will read it, and the function may write into it
+                        read.append(output)
+        versions = [(tensor, tensor._version) for tensor in read]
         outputs, edges = _anchored(outputs, inputs)
         zeros = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
         self.taps.append(Tap(op, edges, zeros, builders, versions, sum([output.nbytes for output in outputs]), guess))
         return outputs
-
-
-def _closed_over(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -359,7 +362,6 @@ def _anchored(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[tupl
 
 _MANY_STEPS = 16
 _FEW_BYTES = 1 << 17  # of all samples
-_MANY_BYTES = 1 << 20  # of all samples: where a copy of them takes longer than Python does for a step
 
 
 def pull_back(values: Sequence[Lifted], params: Sequence[Lifted], n: int) -> None:

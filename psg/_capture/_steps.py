@@ -58,12 +58,15 @@ class Step:
 
         The arguments' history is ignored.
         """
-        leaf = side.detach().requires_grad_()
-        output = self.rerun({id(side): leaf}, functools.partial(run_pullable, self.run))
+        output, leaf = self.output, side
+        if any([tensor.requires_grad and tensor is not side for tensor in self.tensors]):  # which may have been computed from this side
+            leaf = side.detach().requires_grad_()
+            output = self.rerun({id(side): leaf}, functools.partial(run_pullable, self.run))
         if not output.requires_grad:
             return torch.zeros_like(leaf)  # this one of several outputs does not depend on this side
-        (found,) = torch.autograd.grad(output, leaf, cotangent.to(output.dtype).reshape(output.shape), allow_unused=True)
-        return torch.zeros_like(leaf) if found is None else found  # a norm of order 0 has a graph that leads nowhere
+        cotangent = cotangent.to(output.dtype).reshape(output.shape)
+        (found,) = torch.autograd.grad(output, leaf, cotangent, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(side) if found is None else found  # a norm of order 0 has a graph that leads nowhere
 
 
 def run_pullable(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,9 @@ def reused_byte(device: torch.device, dtype: torch.dtype) -> int:
     return 148 if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else 20
 
 
+MANY_BYTES = 1 << 20
+"""A tensor of so many bytes takes longer to read or write than Python takes for a few ops."""
+
 _RECYCLED = 2 << 20
 """The most bytes of a tensor for which a CPU's allocator has memory that was freed before, in most calls of a loop."""
 

@@ -20,11 +20,13 @@ from psg.factors._entries import Entries
 from psg.factors._outer import Outer
 from psg.factors._routed import Routed
 from psg.factors._rows import Rows
-from psg.factors._scaled import Expanded, Scaled
+from psg.factors._scaled import Expanded, Scaled, scaled_by
 from psg.factors._sum import Sum
 from psg.factors._views import Region, Views, strides_of
 
 Scale = Tensor | float
+
+_FEWER = 8  # times fewer entries than the parameter has: a scale of whole rows, say
 
 
 @singledispatch
@@ -35,7 +37,10 @@ def scaled(factor: Factor, scale: Scale) -> Factor | None:
 
 @scaled.register
 def _(factor: Dense, scale: Scale) -> Factor:
-    return Dense(factor.values * scale)
+    entries = _entries(scale, factor)
+    if entries is None or factor.dense_bytes < _machine.MANY_BYTES or entries.numel() * _FEWER > factor.shape.numel():
+        return Dense(factor.values * scale)
+    return scaled_by(factor, entries)  # scales of the steps to come, and other terms, take no pass over the gradients of their own
 
 
 @scaled.register
@@ -144,10 +149,15 @@ def contracted(factor: Factor, weights: Tensor, shape: torch.Size) -> Tensor | N
 @contracted.register
 def _(factor: Dense, weights: Tensor, shape: torch.Size) -> Tensor:
     values, small = widen(factor.values), _small(shape, factor)
-    by_rows = len(small) == 2 and small[1] == 1 != weights.shape[1] and not _processor.multiplies_by_tensor_cores(values)
-    if by_rows:  # as products of rows, which make no tensor of the gradients' size
-        total = torch.bmm(values.transpose(0, 1), weights.to(values.dtype)[:, :, None])[:, :, 0].T
-        total = total if small[0] != 1 else total.sum(1)
+    last = max((dim + 1 for dim, size in enumerate(small) if size != 1), default=1)  # the first dimension that is summed with all after it
+    if weights.shape[last:].numel() != 1 and not _processor.multiplies_by_tensor_cores(values):
+        # As products of rows, which make no tensor of the gradients' size; the entries of a row as they lie in memory.
+        order = sorted(range(last, weights.ndim), key=lambda dim: -values.stride(1 + dim))
+        first = range(last)
+        rows = values.permute(*(1 + dim for dim in first), 0, *(1 + dim for dim in order)).flatten(1 + last).flatten(0, last - 1)
+        columns = weights.permute(*first, *order).flatten(last).flatten(0, last - 1).to(values.dtype)
+        total = torch.bmm(rows, columns.unsqueeze(2)).reshape(*weights.shape[:last], factor.n)
+        total = total.movedim(-1, 0).sum_to_size(factor.n, *small[:last])
     elif any(weights.stride()) or weights.numel() == 0:
         total = (values * weights).sum_to_size(factor.n, *small)
     else:  # one number, expanded

@@ -146,12 +146,18 @@ class Scaled(Factor):
         return shared_row(self.entries)
 
     def materialize(self) -> Tensor:
+        if isinstance(self.factor, Expanded):
+            return self.factor.values * self.entries.expand(self.n, *self.shape)
         values = self.factor.materialize()
         alike = self.factor.is_made_anew and values.dtype == self.entries.dtype and not self.is_differentiated
         return values.mul_(self.entries) if alike else values * self.entries
 
     def add_to(self, out: Tensor) -> None:
-        if isinstance(self.factor, Expanded):
+        shared = self.shared
+        if isinstance(self.factor, Expanded) and shared is not None:
+            alike = torch.empty_like(out[0]).copy_(shared) if len(out) else shared  # laid out in memory as what it is added to
+            out.addcmul_(self.factor.values, alike)
+        elif isinstance(self.factor, Expanded):
             out.addcmul_(self.factor.values, self.entries)
         else:
             super().add_to(out)
@@ -273,7 +279,7 @@ class Scaled(Factor):
 
     @property
     def is_made_anew(self) -> bool:
-        return self.factor.is_made_anew
+        return True
 
     @property
     def is_kept(self) -> bool:

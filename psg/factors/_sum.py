@@ -58,7 +58,7 @@ class Sum(Additive):
             return _memory.new_zeros(self.like, self.n, *self.shape)
         if self.dtype in HALF:  # terms may cancel, so they must not be rounded one by one
             return self.to(wide(self.dtype)).materialize().to(self.dtype)
-        first, *rest = sorted(self.terms, key=lambda term: not term.is_made_anew)
+        first, *rest = sorted(self.terms, key=lambda term: (_is_spread(term), not term.is_made_anew))
         total, is_anew = first.materialize(), first.is_made_anew
         for term in rest:
             if is_anew and not self.is_differentiated:
