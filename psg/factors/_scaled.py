@@ -197,7 +197,8 @@ class Scaled(Factor):
         is of ordinary size: float64 holds them.
         """
         dtype = wide(self.dtype)
-        if dtype == torch.float64 or self.is_differentiated or not _functorch.can_read_now(self._lead):
+        at_once = isinstance(self.factor, Expanded)  # of few numbers
+        if at_once or dtype == torch.float64 or self.is_differentiated or not _functorch.can_read_now(self._lead):
             return self._scaled_terms(shared, spacious(self._lead))
         squared, unit = self._scaled_terms(shared, dtype)
         limits = torch.finfo(dtype)
@@ -211,8 +212,11 @@ class Scaled(Factor):
     def _scaled_terms(self, shared: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same in one dtype throughout."""
         squared = torch.square if self.is_differentiated else _normal_squares
-        entries, size = (part[0] for part in _in_units(shared[None].to(dtype)))
-        squares = squared(entries).expand(self.shape)
+        if shared.dtype != dtype == torch.float64:  # it holds the squares as they are
+            squares, size = shared.to(dtype).square().expand(self.shape), shared.new_ones((), dtype=dtype)
+        else:
+            entries, size = (part[0] for part in _in_units(shared[None].to(dtype)))
+            squares = squared(entries).expand(self.shape)
         if isinstance(self.factor, Expanded):
             values, unit = _in_units(self.factor.values.to(dtype))
             products = squared(values) * squares.sum_to_size(self.factor.small)
