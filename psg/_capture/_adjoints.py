@@ -775,7 +775,7 @@ ADJOINTS: dict[str, Callable[..., SideCarries]] = {
     **dict.fromkeys(("to", "type", "float", "double", "half", "bfloat16", "contiguous", "clone", "dropout"), _cast),
 }
 
-FUSED = frozenset(name for name, carries in ADJOINTS.items() if carries in (_softmax, _log_softmax))
+FUSED = frozenset(name for name, carries in ADJOINTS.items() if carries in (_softmax, _log_softmax, _batch_norm))
 """Ops whose backward is one kernel, where the maps of factors are several."""
 
 ARITHMETIC = frozenset(name for name, carries in ADJOINTS.items() if carries in (_add, _sub, _neg, _mul, _div))

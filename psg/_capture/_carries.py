@@ -75,7 +75,7 @@ def carry_of(step: Step) -> Carry | None:
             return over_rows(step, rows)
         # The backward of these takes fewer ops than maps of factors do, and that of the fused ones fewer passes over the gradients.
         is_fused = step.name in FUSED or step.name in _WRITING or step.run is F.layer_norm
-        is_little = factor.dense_bytes < _machine.MANY_BYTES and (step.run in _COMPOSITES or step.run is F.batch_norm)
+        is_little = factor.dense_bytes < _machine.MANY_BYTES and step.run in _COMPOSITES
         if (is_fused or is_little) and _is_dense(factor):
             return _pulled(step, Dense(factor.materialize()))
         if step.run in _COMPOSITES:  # their steps include sums of rows, for which some factors are better materialised
