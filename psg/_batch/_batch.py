@@ -734,7 +734,7 @@ def _hides(tap: Tap, unowned: Tensor) -> bool:
     """Whether a row that no cotangent gives to a sample has infinite or NaN data: its gradient is zero times that, which is NaN."""
     if tap.op in _SUMS or not unowned.any():
         return False
-    data = [tensor for tensor, _ in tap.inputs if tensor.shape[:1] == unowned.shape and _trees.is_inexact(tensor)]
+    data = [tensor for tensor in tap.read if tensor.shape[:1] == unowned.shape and _trees.is_inexact(tensor)]
     return not all(tensor[unowned].isfinite().all() for tensor in data)
 
 

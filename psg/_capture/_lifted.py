@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -163,6 +164,7 @@ class Tap(NamedTuple):
     zeros: tuple[Tensor, ...] | None  # for several outputs: these take no memory, for cotangents that never arrive
     builders: list[tuple[str, Lifted, Callable[[Any], Factor]]]
     inputs: list[tuple[Tensor, int]]  # tensors that the builders will read, each with its version when the rule read it
+    outputs: list[tuple[ref[Tensor], int]]  # the same of the rule's outputs, some of which the builders may hold
     nbytes: int  # of the outputs, and so of the cotangents
     guess: Any = None  # if a pass only guessed which samples the output rows belong to, the key of that guess
 
@@ -172,9 +174,19 @@ class Tap(NamedTuple):
         return self.nbytes + sum([tensor.nbytes for tensor, _ in self.inputs]) <= _FEW_BYTES
 
     @property
+    def read(self) -> list[Tensor]:
+        """What the builders will read: the inputs, and outputs that they hold."""
+        held = {id(own) for *_, build in self.builders for own in _closed_over(build)}
+        outputs = [own() for own, _ in self.outputs]
+        return [tensor for tensor, _ in self.inputs] + [own for own in outputs if own is not None and id(own) in held]
+
+    @property
     def is_outdated(self) -> bool:
         """Whether a tensor that the builders will read has been changed in place."""
-        return any([tensor._version != version for tensor, version in self.inputs])
+        if any([tensor._version != version for tensor, version in self.inputs]):
+            return True
+        written = [id(output) for own, version in self.outputs if (output := own()) is not None and output._version != version]
+        return bool(written) and not set(written).isdisjoint(map(id, self.read))
 
     def factors(self, arrived: Sequence[Tensor | None], n: int) -> list[tuple[Lifted, Factor]]:
         """The factors that the builders make of the outputs' cotangents, at least one of which has arrived."""
@@ -307,17 +319,16 @@ class Watch(TorchFunctionMode):
         self, op: str, outputs: tuple[Tensor, ...], single: bool, builders: Any, inputs: Sequence[Tensor], guess: Any = None
     ) -> tuple[Tensor, ...]:
         """Tap a rule's outputs; returns the outputs with which the function goes on."""
-        read = list(inputs)
-        for *_, build in builders:
-            for cell in getattr(build, "__closure__", None) or ():
-                for output in outputs:
-                    if cell.cell_contents is output:  # the builder will read it, and the function may write into it
-                        read.append(output)
-        versions = [(tensor, tensor._version) for tensor in read]
+        read = [(tensor, tensor._version) for tensor in inputs]
+        made = [(ref(output), output._version) for output in outputs]
         outputs, edges = _anchored(outputs, inputs)
         zeros = None if single else tuple(output.detach().new_zeros(()).expand(output.shape) for output in outputs)
-        self.taps.append(Tap(op, edges, zeros, builders, versions, sum([output.nbytes for output in outputs]), guess))
+        self.taps.append(Tap(op, edges, zeros, builders, read, made, sum([output.nbytes for output in outputs]), guess))
         return outputs
+
+
+def _closed_over(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def with_history(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
