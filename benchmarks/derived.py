@@ -158,6 +158,42 @@ def standardised() -> Problem:
     return classifier(model, torch.randn(32, 3, 32, 32))
 
 
+class Filters(nn.Conv2d):
+    """A convolution whose filters are standardised, and scaled by a parameter of each."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, unbiased=False)
+        weight = (self.weight - mean) * torch.rsqrt(variance * self.weight[0].numel() + 1e-4) * self.gain
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class WideBlock(nn.Module):
+    """Normalisation, rectifier and convolution, twice, beside a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.GroupNorm(16, inputs), nn.ReLU())
+        self.second = nn.Sequential(
+            Filters(inputs, outputs, 3, stride, 1), nn.GroupNorm(16, outputs), nn.ReLU(), Filters(outputs, outputs, 3, 1, 1)
+        )
+        self.skip = Filters(inputs, outputs, 1, stride) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return (x if self.skip is None else self.skip(hidden)) + self.second(hidden)
+
+
+def wide_resnet() -> Problem:
+    """WRN-16-4 as De et al., "Unlocking High-Accuracy Differentially Private Image Classification through Scale", 2022, train it."""
+    sizes = [(16, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
+    blocks = [Filters(3, 16, 3, 1, 1), *itertools.starmap(WideBlock, sizes), nn.GroupNorm(16, 256), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    return classifier(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, CLASSES)), torch.randn(32, 3, 32, 32))
+
+
 class Stack(nn.Module):
     """Layers whose weights are slices of one parameter."""
 
@@ -493,6 +529,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "mirrored": network(mirrored),
     "masked": masked,
     "standardised_filters": standardised,
+    "wide_resnet": wide_resnet,
     "squared_norm_in_the_loss": penalised,
     "layers_of_a_stack": lambda: classifier(Stack(), torch.randn(SAMPLES, INPUTS)),
     "fused_gates": lambda: classifier(Fused(), torch.randn(SAMPLES, INPUTS)),

@@ -542,8 +542,13 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tenso
             tensors.append(item)
         elif type(item) in _PLAIN:
             continue
-        elif isinstance(item, (tuple, list, dict)):
-            inner = operands_of((), item) if isinstance(item, dict) else operands_of(item, {})
+        elif isinstance(item, (tuple, list)):
+            if not _PLAIN.issuperset(map(type, item)):  # sizes, strides and paddings are plain
+                inner = operands_of(item, {})
+                tensors += inner[0]
+                others += inner[1]
+        elif isinstance(item, dict):
+            inner = operands_of((), item)
             tensors += inner[0]
             others += inner[1]
         else:

@@ -96,9 +96,9 @@ class Conv(Planned):
             )
         self.cotangent = cotangent
         self.input = input
-        kernel, stride, padding, dilation, groups = geometry
-        # Lists could not be part of the key under which costs are remembered.
-        self.geometry = Geometry(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
+        groups = geometry[4]
+        kernel, stride, padding, dilation = map(tuple, geometry[:4])  # lists could not be part of the key under which costs are remembered
+        self.geometry = Geometry(kernel, stride, padding, dilation, groups)
         expect_real(self, cotangent, input)
         most = self.geometry.out_of(input.shape[3:])
         if cotangent.shape[2] % groups or input.shape[2] % groups or any(map(operator.gt, cotangent.shape[3:], most)):
