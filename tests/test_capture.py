@@ -1464,6 +1464,53 @@ def test_radii_of_zero(method, shape, n, seed, device):
     assert_trees_close(psg.per_sample_grad(by(torch.polar), method=method)(params, x), loop_grad(by(written_out))(params, x))
 
 
+STRIDED_SCATTER = {
+    "function": torch.as_strided_scatter,
+    "method": lambda y, src, *view: y.as_strided_scatter(src, *view),
+    "by name": lambda y, src, size, stride, offset: torch.as_strided_scatter(
+        input=y, src=src, size=size, stride=stride, storage_offset=offset
+    ),
+    "of a part": lambda y, src, size, stride, offset: torch.cat([y[0], y.flatten()])[1:].as_strided_scatter(src, size, stride, offset + 4)[
+        3:
+    ],
+}
+
+
+def scattered_by_strides(y, src, size, stride, offset):
+    places = torch.arange(y.numel(), device=y.device).as_strided(size, stride, offset)
+    return y.flatten().index_put((places,), src).view(y.shape)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "loop", "batch"])
+@pytest.mark.parametrize("name", STRIDED_SCATTER)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    strides=st.sampled_from([(1, 3), (3, 1), (2, 5)]),
+    offset=st.integers(0, 2),
+    varied=st.booleans(),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_entries_beside_those_that_as_strided_scatter_writes(name, method, sizes, strides, offset, varied, n, seed, device):
+    torch.manual_seed(seed)
+    params = {"y": torch.randn(4, 4, device=device), "src": torch.randn(sizes, device=device)}
+    x = 1 + torch.rand(n, device=device)
+    varied = varied and method != "batch"
+
+    def by(op):
+        def fn(p, x):
+            y, src = (p["y"] * x, p["src"] * x) if varied else (p["y"], p["src"])
+            output = op(y, src, sizes, strides, offset).flatten().sin()
+            return output @ torch.arange(1.0, 1 + len(output), device=device) * x
+
+        return fn
+
+    assert_trees_close(
+        psg.per_sample_grad(by(STRIDED_SCATTER[name]), method=method)(params, x), loop_grad(by(scattered_by_strides))(params, x)
+    )
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4.5])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_renorm_of_numbers_whose_powers_are_zero(columns, p, device):

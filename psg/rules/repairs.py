@@ -11,6 +11,7 @@ from torch import Tensor
 
 from psg._torch import _functorch
 from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
+from psg._trees import is_inexact
 from psg.factors._arithmetic import HALF, widen
 from psg.rules._registry import DIFFERENTIATED, MIXED, decomposition, rule
 from psg.rules.systems import lu_factors, takes_vectors
@@ -515,6 +516,18 @@ def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False, *, out: T
 def cholesky_inverse(input: Tensor, upper: bool = False, *, out: Tensor | None = None) -> Any:
     """The same of the identity."""
     return cholesky_solve(torch.eye(input.shape[-1], dtype=input.dtype, device=input.device), input, upper, out=out)
+
+
+@decomposition(torch.as_strided_scatter, Tensor.as_strided_scatter, everywhere=True)
+def as_strided_scatter(input: Tensor, src: Tensor, size: Any, stride: Any, storage_offset: Any = None, *, out: Tensor | None = None) -> Any:
+    """By what it does to the entries' numbers: torch (2.13) gives the input the gradient of the entries that are written over alone."""
+    if out is not None or not is_inexact(input) or input.dtype != src.dtype or _functorch.is_vmapped(input) or not input.is_contiguous():
+        return NotImplemented
+    start, count = input.storage_offset(), input.numel()  # a view's memory is counted from where that of the whole begins
+    numbers = torch.arange(-start, count, device=input.device)[start:].view(input.shape)
+    others = torch.arange(count, count + src.numel(), device=input.device).view(src.shape)
+    kept = torch.as_strided_scatter(numbers, others, size, stride, storage_offset)
+    return torch.cat([input.flatten(), src.flatten()])[kept]
 
 
 @decomposition(torch.sinc, Tensor.sinc, torch.special.sinc, need=DIFFERENTIATED, misderived=True)
