@@ -1464,6 +1464,39 @@ def test_radii_of_zero(method, shape, n, seed, device):
     assert_trees_close(psg.per_sample_grad(by(torch.polar), method=method)(params, x), loop_grad(by(written_out))(params, x))
 
 
+@pytest.mark.parametrize("by", ["position", "name", "method"])
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    places=st.lists(st.integers(-1, 4), max_size=2) | st.integers(1, 3),
+    owned=st.booleans(),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_places_to_split_at_in_a_tensor(by, shape, places, owned, n, seed, device):
+    """torch reads them from memory, also inside of transforms, where a tensor has none."""
+    torch.manual_seed(seed)
+    dim = seed % (2 * len(shape)) - len(shape)
+    where = torch.tensor(places, dtype=torch.long)
+    w, x, own = torch.randn(shape, device=device), torch.randn(n, *shape, device=device), where.expand(n, *where.shape)
+
+    def parts(y, where):
+        if by == "name":
+            return torch.tensor_split(input=y, tensor_indices_or_sections=where, dim=dim)
+        return y.tensor_split(where, dim) if by == "method" else torch.tensor_split(y, where, dim)
+
+    def through(split):
+        def fn(w, x, own):
+            return sum(k * (part.sin() * (w.sum() + k)).sum() for k, part in enumerate(split(w * x, own if owned else where), 1))
+
+        return fn
+
+    args = w, x, own
+    of_lists = through(lambda y, where: torch.tensor_split(y, where.tolist(), dim))
+    assert_trees_close(psg.per_sample_grad(through(parts), method="capture")(*args), loop_grad(of_lists)(*args))
+    slopes = [torch.func.grad(lambda w, f=f: psg.per_sample_norm(f)(w, x, own).square().sum())(w) for f in (through(parts), of_lists)]
+    assert_trees_close(*slopes, per_sample=False)
+
+
 STRIDED_SCATTER = {
     "function": torch.as_strided_scatter,
     "method": lambda y, src, *view: y.as_strided_scatter(src, *view),

@@ -67,6 +67,15 @@ def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
     return copy
 
 
+@decomposition(torch.tensor_split, Tensor.tensor_split)
+def _tensor_split(input: Tensor, tensor_indices_or_sections: Any = None, dim: int = 0, **others: Any) -> Any:
+    """At the values of a tensor, which torch reads from memory: inside of transforms a tensor has none."""
+    where = tensor_indices_or_sections
+    if others or not isinstance(where, Tensor) or where.dtype != torch.long or where.ndim > 1:
+        return NotImplemented  # torch raises its own error
+    return torch.tensor_split(input, where.tolist(), dim)
+
+
 decomposition(torch.ops.aten.sym_size.int)(Tensor.size)
 decomposition(torch.moveaxis, Tensor.moveaxis)(torch.movedim)
 
