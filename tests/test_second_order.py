@@ -204,6 +204,41 @@ def test_the_second_derivative_of_weight_norm(dim, device):
     assert_trees_close(penalty(torch._weight_norm, "auto"), penalty(written_out, "loop"))
 
 
+SHARED_MEMORY = {
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+    "one sample": lambda x: x[:1].expand(x.shape),
+    "sliding windows": lambda x: x.flatten()[: len(x) + x[0].numel()].unfold(0, x[0].numel(), 1)[: len(x)].unflatten(1, x.shape[1:]),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "capture", "vmap"])
+@pytest.mark.parametrize("memory", SHARED_MEMORY)
+@given(
+    dims=st.integers(1, 3),
+    images=st.sampled_from([(), (1,), (2,)]),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
+    padding=st.integers(0, 1),
+    groups=st.integers(1, 2),
+    n=st.sampled_from([1, 3]),
+    seed=st.integers(0, 99),
+)
+def test_samples_of_convolutions_whose_entries_share_memory(memory, method, dims, images, sizes, padding, groups, n, seed, device):
+    torch.manual_seed(seed)
+    channels, outputs, kernel = sizes
+    conv = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    w = torch.randn(groups * outputs, channels, *(kernel,) * dims, device=device)
+    x = SHARED_MEMORY[memory](torch.randn(n + 1, *images, groups * channels, *(3,) * dims, device=device))[:n]
+    fn = lambda w, x: conv(x, w, padding=padding, groups=groups).sin().sum()  # noqa: E731
+
+    def penalty(method):
+        return lambda w, x: psg.per_sample_norm(fn, method=method)(w, x).square().sum()
+
+    expected = torch.func.grad(penalty("loop"), argnums=(0, 1))(w, x.contiguous())
+    assert_trees_close(torch.func.grad(penalty(method), argnums=(0, 1))(w, x), expected, per_sample=False)
+    leaves = w.clone().requires_grad_(), x.detach().requires_grad_()
+    assert_trees_close(torch.autograd.grad(penalty(method)(*leaves), leaves), expected, per_sample=False)
+
+
 def _is_real(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
