@@ -1,6 +1,7 @@
 """Derivatives of per-sample gradients against those of the loop: vmap(grad), the reference of other tests, is itself wrong for some."""
 
 import contextlib
+import itertools
 import warnings
 from functools import partial
 
@@ -346,6 +347,10 @@ DECOMPOSED = {
         lambda z: torch.linalg.householder_product(z[0].mT.tanh(), z[1, :, 0].tanh()),
         lambda z: reflected(z[0].mT.tanh(), z[1, :, 0].tanh()),
     ),
+    "triangular_solve": (
+        lambda z: torch.triangular_solve(z[1], regular(z), transpose=True).solution,
+        lambda z: solution(regular(z).triu().mT, z[1]),
+    ),
 }
 """Ops on matrices, whose derivatives torch gets wrong in transforms, and which psg therefore writes out."""
 
@@ -485,6 +490,48 @@ def test_gradients_of_tangents_and_slopes_through_ops_on_matrices(name, method, 
     op, elementary = DECOMPOSED[name]
     for made in (tangents, slopes):
         assert_trees_close(psg.per_sample_grad(made(op), method=method)(w, x), loop_grad(made(elementary))(w, x), atol=1e-9)
+
+
+def products(input, dim, index, src, include_self):
+    """What `scatter_reduce` by "prod" gives, entry by entry."""
+    output = {place: value for place, value in zip(itertools.product(*map(range, input.shape)), input.flatten(), strict=True)}
+    met = set()
+    for place in itertools.product(*map(range, index.shape)):
+        target = (*place[:dim], int(index[place]), *place[dim + 1 :])[: input.ndim]
+        output[target] = output[target] * src[place] if include_self or target in met else src[place]
+        met.add(target)
+    return torch.stack(list(output.values())).reshape(input.shape)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@given(
+    shape=st.lists(st.integers(1, 3), max_size=3),
+    include_self=st.booleans(),
+    in_place=st.booleans(),
+    n=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20)
+def test_tangents_of_products_of_scattered_entries(method, shape, include_self, in_place, n, seed, device):
+    """Which torch leaves zero (2.13). An index may be smaller than the source and than the input, in all dimensions but its own."""
+    torch.manual_seed(seed)
+    dim = seed % len(shape) if shape else 0
+    sizes = [4 if d == dim else max(1, size - seed % 2) for d, size in enumerate(shape)]
+    index = torch.randint(shape[dim] if shape else 1, sizes, device=device)
+    w = {"input": torch.randn(shape, device=device), "src": torch.randn([size + 1 for size in sizes], device=device)}
+    direction, x = {key: torch.randn_like(value) for key, value in w.items()}, 1 + torch.rand(n, device=device)
+
+    def reduced(input, dim, index, src, include_self):
+        if in_place:
+            return (input * 1).scatter_reduce_(dim, index, src, "prod", include_self=include_self)
+        return torch.scatter_reduce(input, dim - input.ndim if input.ndim else -1, index, src, "prod", include_self=include_self)
+
+    def by(op):
+        of = lambda w, x: op(w["input"] * x, dim, index, w["src"].sin() * x, include_self).exp().sum()  # noqa: E731
+        return lambda w, x: torch.func.jvp(lambda w: of(w, x), (w,), (direction,))[1].sin()
+
+    assert_trees_close(psg.per_sample_grad(by(reduced), method=method)(w, x), loop_grad(by(products))(w, x))
 
 
 def expanded(a):

@@ -464,11 +464,27 @@ def _is_replaced(input: Tensor, reduce: str, include_self: bool, out: Any = None
 def scatter_reduce(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True, out: Tensor | None = None
 ) -> Any:
-    """Of an input whose replaced entries lose to all others."""
+    """Of an input whose replaced entries lose to all others; products with tangents, which torch (2.13) leaves zero, entry by entry."""
+    if reduce == "prod" and _functorch.tangents_active() and out is None and input.is_floating_point():
+        return _products(input, dim, index, src, include_self)
     if not _is_replaced(input, reduce, include_self, out):
         return NotImplemented
     replaced = torch.zeros(input.shape, dtype=torch.bool, device=input.device).scatter(dim, index, True)
     return torch.scatter_reduce(torch.where(replaced, _WORST[reduce], input), dim, index, src, reduce)
+
+
+def _products(input: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool) -> Tensor:
+    if input.ndim == 0:
+        return _products(input.reshape(1), 0, index.reshape(1), src.reshape(1), include_self)[0]
+    dim %= input.ndim
+    rows = torch.arange(input.shape[dim], device=input.device).reshape(-1, *(1,) * (input.ndim - dim))
+    found = index.unsqueeze(dim) == rows
+    factors = torch.where(found, src[tuple(map(slice, index.shape))].unsqueeze(dim), 1).prod(dim + 1)
+    beyond = [0 if d == dim else input.shape[d] - index.shape[d] for d in range(input.ndim)]
+    around = [amount for size in reversed(beyond) for amount in (0, size)]  # an index may leave out the last entries of other dimensions
+    # A clone, for the call in place writes the product over the input.
+    own = input.clone() if include_self else torch.where(F.pad(found.any(dim + 1), around), 1, input)
+    return own * F.pad(factors, around, value=1.0)
 
 
 @decomposition(torch.index_reduce, Tensor.index_reduce, everywhere=True)
@@ -528,6 +544,18 @@ def as_strided_scatter(input: Tensor, src: Tensor, size: Any, stride: Any, stora
     others = torch.arange(count, count + src.numel(), device=input.device).view(src.shape)
     kept = torch.as_strided_scatter(numbers, others, size, stride, storage_offset)
     return torch.cat([input.flatten(), src.flatten()])[kept]
+
+
+@decomposition(torch.triangular_solve, Tensor.triangular_solve, everywhere=True)
+def triangular_solve(
+    input: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False, *, out: Any = None
+) -> Any:
+    """By its successor, if there are tangents: torch's (2.13) take the matrix for another."""
+    if out is not None or not _functorch.tangents_active() or input.ndim < 2 or A.ndim < 2:
+        return NotImplemented
+    matrix = A.mT if transpose else A
+    solution = torch.linalg.solve_triangular(matrix, input, upper=upper != transpose, unitriangular=unitriangular)
+    return torch.return_types.triangular_solve((solution, A.clone()))
 
 
 @decomposition(torch.sinc, Tensor.sinc, torch.special.sinc, need=DIFFERENTIATED, misderived=True)
