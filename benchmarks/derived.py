@@ -161,14 +161,14 @@ def standardised() -> Problem:
 class Filters(nn.Conv2d):
     """A convolution whose filters are standardised, and scaled by a parameter of each."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args, bias=False)
         self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, unbiased=False)
         weight = (self.weight - mean) * torch.rsqrt(variance * self.weight[0].numel() + 1e-4) * self.gain
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+        return F.conv2d(x, weight, None, self.stride, self.padding)
 
 
 class WideBlock(nn.Module):
