@@ -28,6 +28,7 @@ from psg._torch._ops import LIKE_ANOTHER, is_mask, name_of
 from psg.factors import Dense, Expanded, Factor, Scaled, Sum, merge
 from psg.factors._arithmetic import is_one_row
 from psg.factors._maps import read_at, scaled, table_of
+from psg.rules._kernels import BATCH_NORMS
 from psg.rules.repairs import householder_product
 
 Carry = Callable[[Factor], list[list[Factor]] | None]
@@ -234,6 +235,8 @@ def terms_of(found: list[Factor]) -> Sequence[Factor] | None:
 def _of_entries(step: Step, side: Tensor, factor: Factor) -> Factor | None:
     """Carry a factor over an elementwise op or a reduction to few numbers; over any op, if it is multiples c[n] E of a constant E."""
     output, constant, numbers = step.output.detach(), None, None
+    if step.name in _BATCH_NORMS:
+        return None  # outside of vmap torch's own backward is wrong for some layouts in memory: psg/rules/_kernels.py
     if (
         isinstance(factor, Scaled)
         and isinstance(factor.factor, Expanded)
@@ -282,6 +285,8 @@ def _largest(tensor: Tensor) -> float:
     least, most = (tensor[:1] if tensor.ndim and is_one_row(tensor) else tensor).detach().aminmax()
     return max(abs(least.item()), abs(most.item())) if least == least else math.nan
 
+
+_BATCH_NORMS = frozenset(map(name_of, BATCH_NORMS))
 
 _ADDING = ("sum", "mean")
 """Reductions whose derivative is the same at all entries that they reduce to one."""

@@ -230,9 +230,7 @@ class Conv(Planned):
             padded = F.pad(padded.flatten(0, 1), [amount for p in reversed(padding) for amount in (p, p)]).unflatten(0, (n, images))
         if channels_last:
             padded = padded.movedim(2, -1).contiguous().movedim(-1, 2)
-        elif (
-            self.is_differentiated
-        ):  # the derivative of as_strided takes entries that share their memory, as of an expanded sample, for one
+        elif self.is_differentiated:  # the derivative of as_strided takes entries that share their memory for one
             padded = padded.contiguous()
         spatial = padded.stride()[3:]
         return padded.as_strided(
