@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_agrees, on
 from cases import N, Problem, score
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
@@ -272,13 +272,17 @@ def test_norms_under_their_other_names(norm, n, b, c, t, eps):
         lambda input, stats, weight: torch.native_batch_norm(input, weight, None, *stats, False, 0.1, 0.1)[0],
     ],
 )
-def test_batch_norm_of_parameters_alone_with_gaps(normalise, method, device):
+@given(n=st.sampled_from([0, 1, 3]), rows=st.integers(1, 4), channels=st.integers(1, 3))
+@settings(max_examples=8)
+def test_batch_norm_of_parameters_alone_with_gaps(normalise, method, device, n, rows, channels):
     """torch's kernel is wrong for weights with gaps between their entries, also where vmap does not batch it."""
 
     def fn(p, x):
-        stats = torch.zeros(2, device=x.device), torch.ones(2, device=x.device)
+        stats = torch.zeros(channels, device=x.device), torch.ones(channels, device=x.device)
         return normalise(p["b"], stats, p["a"][::2]).square().sum()
 
-    p, x = {"a": torch.randn(3, device=device), "b": torch.randn(3, 2, device=device)}, torch.randn(2, device=device)
-    expected = 2 * p["b"] / 1.1 * p["a"][::2].square()
-    assert_trees_close(psg.per_sample_grad(fn, method=method)(p, x)["b"], expected.expand(2, 3, 2))
+    a, b, x = (torch.randn(shape, device=device) for shape in ((2 * channels,), (rows, channels), (n,)))
+    by_a = torch.zeros_like(a).index_put((torch.arange(0, 2 * channels, 2, device=device),), 2 * a[::2] * (b.square() / 1.1).sum(0))
+    expected = {"a": by_a, "b": 2 * b / 1.1 * a[::2].square()}
+    found = psg.per_sample_grad(fn, method=method)({"a": a, "b": b}, x)
+    assert_trees_close(found, {key: value.expand(n, *value.shape) for key, value in expected.items()})
