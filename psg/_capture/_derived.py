@@ -20,7 +20,7 @@ _DERIVING = frozenset({*ADJOINTS, *POINTWISE, *REDUCING}) | frozenset(
     """
     broadcast_tensors hstack vstack type_as round floor ceil trunc sign sgn cumsum cumprod index_put real imag conj resolve_conj
     view_as_real view_as_complex complex polar fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn
-    fft_ifftn fft_rfftn fft_irfftn batch_norm interpolate normalize as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d
+    fft_ifftn fft_rfftn fft_irfftn interpolate normalize as_strided conv1d conv2d conv3d max_pool1d max_pool2d avg_pool1d
     avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d glu _weight_norm detach gt ge lt le eq ne __gt__ __ge__ __lt__ __le__
     __eq__ __ne__ logical_and logical_or logical_not isnan isinf isfinite argmax argmin addmv addr baddbmm cross trace bool byte char
     short int long diff matrix_power linalg_cholesky linalg_qr linalg_det linalg_slogdet logdet linalg_householder_product orgqr fft_hfft

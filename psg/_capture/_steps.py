@@ -63,7 +63,7 @@ class Step:
             leaf = side.detach().requires_grad_()
             output = self.rerun({id(side): leaf}, functools.partial(run_pullable, self.run))
         if not output.requires_grad:
-            return torch.zeros_like(leaf)  # this one of several outputs does not depend on this side
+            return torch.zeros_like(side)  # this one of several outputs does not depend on this side
         cotangent = cotangent.to(output.dtype).reshape(output.shape)
         (found,) = torch.autograd.grad(output, leaf, cotangent, retain_graph=True, allow_unused=True)
         return torch.zeros_like(side) if found is None else found  # a norm of order 0 has a graph that leads nowhere

@@ -542,13 +542,10 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Tenso
             tensors.append(item)
         elif type(item) in _PLAIN:
             continue
-        elif isinstance(item, (tuple, list)):
-            if not _PLAIN.issuperset(map(type, item)):  # sizes, strides and paddings are plain
-                inner = operands_of(item, {})
-                tensors += inner[0]
-                others += inner[1]
-        elif isinstance(item, dict):
-            inner = operands_of((), item)
+        elif isinstance(item, (tuple, list, dict)):
+            if not isinstance(item, dict) and _PLAIN.issuperset(map(type, item)):
+                continue  # sizes, strides, paddings
+            inner = operands_of((), item) if isinstance(item, dict) else operands_of(item, {})
             tensors += inner[0]
             others += inner[1]
         else:

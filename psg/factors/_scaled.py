@@ -153,14 +153,12 @@ class Scaled(Factor):
         return values.mul_(self.entries) if alike else values * self.entries
 
     def add_to(self, out: Tensor) -> None:
-        shared = self.shared
-        if isinstance(self.factor, Expanded) and shared is not None:
-            alike = torch.empty_like(out[0]).copy_(shared) if len(out) else shared  # laid out in memory as what it is added to
-            out.addcmul_(self.factor.values, alike)
-        elif isinstance(self.factor, Expanded):
-            out.addcmul_(self.factor.values, self.entries)
-        else:
-            super().add_to(out)
+        if not isinstance(self.factor, Expanded):
+            return super().add_to(out)
+        entries, shared = self.entries, self.shared
+        if shared is not None and len(out):
+            entries = torch.empty_like(out[0]).copy_(shared)  # laid out in memory as what it is added to
+        out.addcmul_(self.factor.values, entries)
 
     def norm(self) -> Tensor:
         squared, unit = self._squared_in_units()
