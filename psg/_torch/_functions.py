@@ -26,10 +26,18 @@ from psg._errors import unwrapped
 from psg._torch import _functorch
 from psg._torch._patches import ForAll, assigned
 
-_applied = vars(Function)["apply"].__func__
-_apply_of_torch = types.FunctionType(
-    _applied.__code__, _applied.__globals__, _applied.__name__, _applied.__defaults__, _applied.__closure__
-)
+_method = vars(Function)["apply"]
+_applied: types.FunctionType | None = getattr(_method, "__func__", None)  # None from torch 2.14 on, where the method is written in C
+_apply_of_torch: Callable[..., Any]
+if _applied is None:
+
+    def _apply_of_torch(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return _method.__get__(None, cls)(*args, **kwargs)
+
+else:
+    _apply_of_torch = types.FunctionType(
+        _applied.__code__, _applied.__globals__, _applied.__name__, _applied.__defaults__, _applied.__closure__
+    )
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 
@@ -53,7 +61,7 @@ def is_refusal(message: str) -> bool:
 
 UNSEEN = (
     "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
-    "of a module)"
+    "of a module), or from torch 2.14 on one whose apply was bound before the call (for `f = MyFunction.apply` call MyFunction.apply)"
 )
 
 
@@ -293,13 +301,20 @@ def _stand_in() -> types.CodeType:
 
 
 def _divert() -> Callable[[], None]:
-    # The code is exchanged, and not the attribute: many programs bind the method when they are imported, `f = MyFunction.apply`.
-    before = _applied.__code__
-    _applied.__code__ = _stand_in()
+    # The code is exchanged, where it is Python's, and not the attribute: many programs bind the method when they are imported,
+    # `f = MyFunction.apply`.
+    before = None if _applied is None else _applied.__code__
+    if _applied is None:
+        Function.apply = classmethod(_apply)
+    else:
+        _applied.__code__ = _stand_in()
     saved_tensors_hooks.__enter__ = _enter_hooks
 
     def take_back() -> None:
-        _applied.__code__ = before
+        if _applied is None:
+            Function.apply = _method
+        else:
+            _applied.__code__ = before
         saved_tensors_hooks.__enter__ = _entered
 
     return take_back
