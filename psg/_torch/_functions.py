@@ -11,6 +11,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +27,12 @@ from psg._errors import unwrapped
 from psg._torch import _functorch
 from psg._torch._patches import ForAll, assigned
 
-_method = vars(Function)["apply"]
+_method: Any = vars(Function)["apply"]
 _applied: types.FunctionType | None = getattr(_method, "__func__", None)  # None from torch 2.14 on, where the method is written in C
-_apply_of_torch: Callable[..., Any]
-if _applied is None:
-
-    def _apply_of_torch(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _method.__get__(None, cls)(*args, **kwargs)
-
-else:
-    _apply_of_torch = types.FunctionType(
-        _applied.__code__, _applied.__globals__, _applied.__name__, _applied.__defaults__, _applied.__closure__
-    )
+_copy = _applied and types.FunctionType(
+    _applied.__code__, _applied.__globals__, _applied.__name__, _applied.__defaults__, _applied.__closure__
+)
+_apply_of_torch = classmethod(_copy) if _copy else _method
 
 _is_shown: ContextVar[bool] = ContextVar("psg_functions_shown", default=False)
 
@@ -267,7 +262,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if is_own and not _is_setup_context_defined(cls.setup_context):
             return custom_function_call(cls, *args, **kwargs)
     try:
-        return _apply_of_torch(cls, *args, **kwargs)
+        return _apply_of_torch.__get__(None, cls)(*args, **kwargs)
     except RuntimeError as error:
         if _noted.mode is not None and is_refusal(str(error)):
             _noted.mode.failure = str(error)
@@ -301,23 +296,21 @@ def _stand_in() -> types.CodeType:
 
 
 def _divert() -> Callable[[], None]:
+    saved_tensors_hooks.__enter__ = _enter_hooks
     # The code is exchanged, where it is Python's, and not the attribute: many programs bind the method when they are imported,
     # `f = MyFunction.apply`.
-    before = None if _applied is None else _applied.__code__
     if _applied is None:
-        Function.apply = classmethod(_apply)
+        setattr(Function, "apply", classmethod(_apply))  # noqa: B010 (the type checker knows no such assignment)
+        take_back = partial(setattr, Function, "apply", _method)
     else:
+        take_back = partial(setattr, _applied, "__code__", _applied.__code__)
         _applied.__code__ = _stand_in()
-    saved_tensors_hooks.__enter__ = _enter_hooks
 
-    def take_back() -> None:
-        if _applied is None:
-            Function.apply = _method
-        else:
-            _applied.__code__ = before
+    def take_all_back() -> None:
+        take_back()
         saved_tensors_hooks.__enter__ = _entered
 
-    return take_back
+    return take_all_back
 
 
 _patch = ForAll(_divert)
