@@ -405,6 +405,14 @@ class Ruleless(torch.autograd.Function):
         return 2 * cotangent * ctx.saved_tensors[0].cos()
 
 
+_OWN_APPLY = vars(torch.autograd.Function)["apply"]
+_IS_PYTHONS = hasattr(_OWN_APPLY, "__func__")  # not from torch 2.14 on
+
+
+def _method_and_code():
+    return vars(torch.autograd.Function)["apply"], _IS_PYTHONS and _OWN_APPLY.__func__.__code__
+
+
 @pytest.mark.filterwarnings("error::psg.FallbackWarning")
 @pytest.mark.parametrize("n", [0, 1, 5])
 @pytest.mark.parametrize(
@@ -420,14 +428,17 @@ class Ruleless(torch.autograd.Function):
         lambda w, x: Measured.apply(w @ x).square().sum() + Measured.apply(w).sum(),
         lambda w, x: Ruleless.apply(w @ x).square().sum() + Ruleless.apply(w).sum() * x.sum(),
         lambda w, x: (w @ (x * Quantised.apply(torch.full((4,), 0.7, device=x.device)))).sin().sum(),
-        lambda w, x: (_quantised(w) @ _reversed(x * w[0], 2.0)).square().sum(),
+        pytest.param(
+            lambda w, x: (_quantised(w) @ _reversed(x * w[0], 2.0)).square().sum(),
+            marks=pytest.mark.skipif(not _IS_PYTHONS, reason="psg sees no method of C's that was bound before"),
+        ),
     ],
 )
 def test_functions_that_vmap_cannot_run(fn, n, device):
     w, x = torch.randn(3, 4, device=device), torch.randn(n, 4, device=device)
-    before = torch.autograd.Function.apply.__code__
+    before = _method_and_code()
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
-    assert torch.autograd.Function.apply.__code__ is before
+    assert _method_and_code() == before
 
 
 def test_a_function_in_the_old_style_keeps_factors(device, monkeypatch):

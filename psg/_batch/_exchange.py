@@ -236,7 +236,7 @@ def _run(call: Call, mode: "_Undropped", weights: Sequence[Tensor] = ()) -> _Run
 
 def _folded(gradient: Tensor) -> Tensor:
     """Signed sums of a gradient's entries, as few as can be kept for many batches, in which differences do not cancel."""
-    entries = as_real(gradient.detach().to_dense()).flatten()
+    entries = as_real(_autograd.dense(gradient.detach())).flatten()
     entries = entries if entries.dtype == torch.float64 else entries.float()
     rows = F.pad(entries, (0, -len(entries) % _FOLD)).reshape(-1, _FOLD) if len(entries) > _FOLD else entries[None]
     generator = torch.Generator("cpu").manual_seed(0)

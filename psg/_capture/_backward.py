@@ -65,7 +65,7 @@ class Backward:
             for value in self.values:
                 cotangent = next(cotangents)
                 if cotangent is not None:
-                    value.terms.append(Dense(cotangent.to_dense()))  # an autograd.Function of the user's may return a sparse one
+                    value.terms.append(Dense(_autograd.dense(cotangent)))
 
     def _hook_large(self, taps: list[Tap]) -> list[Tap]:
         """Hook the taps whose large cotangents are taken as they arrive; return the others, whose cotangents autograd must return."""

@@ -385,7 +385,7 @@ def _recorded_gradient(call: Call, leaves: list[Any], outputs: _Outputs, differe
                 ones = torch.ones_like(loss)
                 with again:
                     found = _autograd.pulled((loss,), own, (ones,), retain_graph=True, create_graph=True)
-                gradients = [None if g is None else g.to_dense() for g in found]
+                gradients = [None if g is None else _autograd.dense(g) for g in found]
     return (*gradients, *(values if history else [value.detach() for value in values]))
 
 

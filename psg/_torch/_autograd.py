@@ -40,6 +40,12 @@ def pulled_for_all(outputs: Sequence[Tensor], targets: Sequence[Any], cotangents
     return [next(found) if is_reached else None for is_reached in reached]
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The gradient itself, but where it is sparse, as that of an embedding or of an autograd.Function may be."""
+    # torch 2.15 makes a node of to_dense for dense tensors too, which loses tangents, and fails below transforms.
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def accumulate(loss: Tensor) -> None:
     """`loss.backward(retain_graph=True)`, unseen by function modes, which see only the ops that fn's own backward functions call."""
     torch.autograd.graph._engine_run_backward(

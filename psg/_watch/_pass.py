@@ -112,7 +112,7 @@ def gradients(
         finally:
             for leaf, grad in zip(others, before, strict=True):
                 leaf.grad = grad
-    return [None if own is None else own.to_dense() for own in found]
+    return [None if own is None else _autograd.dense(own) for own in found]
 
 
 @contextlib.contextmanager
