@@ -387,7 +387,7 @@ def _operands(output: Tensor, labels: Labels, operands: Sequence[tuple[Labels, A
 
     def to(k: int) -> CarryToSide:
         own, tensor = operands[k]
-        others = [(labels, tensor.detach()) for labels, tensor in (*operands[:k], *operands[k + 1 :])]
+        others = [(theirs, other.detach()) for theirs, other in (*operands[:k], *operands[k + 1 :])]
         return lambda factor: of_operand(reshaped(factor, shape), labels, others, own, tensor.shape)
 
     return [(tensor, to(k)) for k, (_, tensor) in enumerate(operands)]
