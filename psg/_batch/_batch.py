@@ -657,7 +657,7 @@ class _BatchMode(Rewriting, Looking):
         if names:
             raise InputError(
                 f'method="batch": {", ".join(names)} reaches the losses by an op that no function mode sees (an autograd.Function that '
-                "is given samples too, or TorchScript, say), or as it is. "
+                f"is given samples too{_functions.OR_UNSEEN}, or TorchScript, say), or as it is. "
                 f"{_FOR_ONE_SAMPLE}"
             )
         reached = [(tap, own) for tap, own in zip(taps, _by_tap(taps, arrived), strict=True) if _present(own)]

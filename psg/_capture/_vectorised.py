@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, _is_setup_context_defined
+from torch.autograd.function import Function
 
 from psg import _trees
 from psg._capture._ordinary import is_vmapped_right
@@ -137,11 +137,11 @@ class _Plan:
             wrappers = dict(zip(unique, samples, strict=True))
             args = [wrappers.get(id(arg), arg) if isinstance(arg, Tensor) else arg for arg in given]
             with _Ordinary(self.n), _scripts.watched(_refuse_script, inlines=True):
-                if _is_setup_context_defined(self.function.setup_context):
-                    outputs = self.function.forward(*args)
-                    self.function.setup_context(own, tuple(args), outputs)
-                else:
+                if (setup := _functions.setup_of(self.function)) is None:
                     outputs = self.function.forward(own, *args)
+                else:
+                    outputs = self.function.forward(*args)
+                    setup(own, tuple(args), outputs)
             self.single = isinstance(outputs, Tensor)
             outputs = (outputs,) if self.single else outputs
             level = _functorch.current_level()

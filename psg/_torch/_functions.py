@@ -6,6 +6,7 @@ transforms before any function mode can see the call; `shown` makes it an op tha
 """
 
 import contextlib
+import inspect
 import threading
 import types
 from collections import deque
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import dispatch_functorch
-from torch.autograd.function import Function, _is_setup_context_defined
+from torch.autograd.function import Function, _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import dirichlet
 from torch.nn.modules._functions import CrossMapLRN2d
 
 from psg._errors import unwrapped
 from psg._torch import _functorch
-from psg._torch._patches import ForAll, assigned
+from psg._torch._patches import ForAll, assign, assigned
 
 _method: Any = vars(Function)["apply"]
 _applied: types.FunctionType | None = getattr(_method, "__func__", None)  # None from torch 2.14 on, where the method is written in C
@@ -49,15 +50,25 @@ Route = Callable[[Any, Any, Any], Any]
 _route: ContextVar[Route | None] = ContextVar("psg_functions_route", default=None)
 
 
+_REFUSAL = "must override the setup_context"
+
+
 def is_refusal(message: str) -> bool:
     """Whether torch has raised an error with this message because of a function in the old style."""
-    return "must override the setup_context" in message
+    return _REFUSAL in message
 
 
+OR_UNSEEN = "" if _applied is not None else ", or whose apply was bound before the call, as in `f = MyFunction.apply`"
 UNSEEN = (
     "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
-    "of a module), or from torch 2.14 on one whose apply was bound before the call (for `f = MyFunction.apply` call MyFunction.apply)"
+    f"of a module){OR_UNSEEN}"
 )
+
+
+def setup_of(function: type[Function]) -> Callable[..., Any] | None:
+    """The function's setup_context; None in the old style, which has none. No lookup of the attribute, by which `_Asked` tells torch's."""
+    is_own = inspect.getattr_static(function, "setup_context") is not vars(_SingleLevelFunction)["setup_context"]
+    return function.setup_context if is_own else None
 
 
 def call_within(args: Any, kwargs: Any) -> Any:
@@ -108,7 +119,7 @@ def backward_of(function: type[Function]) -> Any:
 
 def forward_state_of(function: type[Function], arguments: Sequence[Any]) -> list[Any]:
     """What its forward may leave there."""
-    read = [*_read_by(function.forward, set()), *_read_by(function.setup_context, set())]
+    read = [*_read_by(function.forward, set()), *_read_by(setup_of(function), set())]
     return [part for holder in (function, *arguments, *read) for part in _held(holder, 2)]
 
 
@@ -259,7 +270,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     elif _is_shown.get():
         if cls is dirichlet._Dirichlet:
             return _SampleDirichlet.apply(*args)
-        if is_own and not _is_setup_context_defined(cls.setup_context):
+        if is_own and setup_of(cls) is None:
             return custom_function_call(cls, *args, **kwargs)
     try:
         return _apply_of_torch.__get__(None, cls)(*args, **kwargs)
@@ -282,6 +293,18 @@ def _enter_hooks(self: saved_tensors_hooks) -> None:
 _entered = saved_tensors_hooks.__enter__
 
 
+class _Asked:
+    """In the place of what functions in the old style inherit as setup_context: C's apply asks for that before it refuses one."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if _noted.mode is not None and issubclass(owner, Function) and torch._C._are_functorch_transforms_active():
+            _noted.mode.failure = f"{owner.__name__} {_REFUSAL} staticmethod"
+        return _inherited.__func__
+
+
+_inherited: Any = vars(_SingleLevelFunction)["setup_context"]
+
+
 def _stand_in() -> types.CodeType:
     """The code that runs in the place of `Function.apply`'s own."""
     __class__ = None
@@ -296,21 +319,18 @@ def _stand_in() -> types.CodeType:
 
 
 def _divert() -> Callable[[], None]:
-    saved_tensors_hooks.__enter__ = _enter_hooks
-    # The code is exchanged, where it is Python's, and not the attribute: many programs bind the method when they are imported,
-    # `f = MyFunction.apply`.
+    values = {(saved_tensors_hooks, "__enter__"): _enter_hooks}
     if _applied is None:
-        setattr(Function, "apply", classmethod(_apply))  # noqa: B010 (the type checker knows no such assignment)
-        take_back = partial(setattr, Function, "apply", _method)
-    else:
-        take_back = partial(setattr, _applied, "__code__", _applied.__code__)
-        _applied.__code__ = _stand_in()
+        return assign({**values, (Function, "apply"): classmethod(_apply), (_SingleLevelFunction, "setup_context"): _Asked()})
+    # The code is exchanged, and not the attribute: many programs bind the method when they are imported, `f = MyFunction.apply`.
+    put_back, put_code_back = assign(values), partial(setattr, _applied, "__code__", _applied.__code__)
+    _applied.__code__ = _stand_in()
 
-    def take_all_back() -> None:
-        take_back()
-        saved_tensors_hooks.__enter__ = _entered
+    def take_back() -> None:
+        put_code_back()
+        put_back()
 
-    return take_all_back
+    return take_back
 
 
 _patch = ForAll(_divert)

@@ -53,15 +53,16 @@ class ForAll:
 
 def patch(values: dict[tuple[Any, str], Any]) -> ForAll:
     """A context in which attributes, each held by its owner itself, have other values, given by owner and name."""
+    return ForAll(partial(assign, values))
 
-    def make() -> Callable[[], None]:
-        before = []
-        for (owner, name), value in values.items():
-            before.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, value)
-        return partial(_put_back, before)
 
-    return ForAll(make)
+def assign(values: dict[tuple[Any, str], Any]) -> Callable[[], None]:
+    """Give such attributes other values; returns what puts theirs back."""
+    before = []
+    for (owner, name), value in values.items():
+        before.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+    return partial(_put_back, before)
 
 
 def _put_back(before: list[tuple[Any, str, Any]]) -> None:

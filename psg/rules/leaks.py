@@ -108,7 +108,7 @@ leak(
 
 def _marks_dirty(function: Any) -> bool:
     """Whether an autograd.Function says that it writes into an argument."""
-    codes = [getattr(part, "__code__", None) for part in (function.forward, function.setup_context)]
+    codes = [getattr(part, "__code__", None) for part in (function.forward, _functions.setup_of(function))]
     return any("mark_dirty" in code.co_names for code in codes if code is not None)
 
 
