@@ -338,6 +338,9 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_autograd_that_is_off_around_a_transform(around, result, method, off, device):
     """Transforms differentiate all the same, and what they return has no history."""
+    with off():
+        if torch.func.grad(torch.sin)(torch.zeros((), device=device)) == 0:
+            pytest.skip("torch's own transforms differentiate nothing in inference mode (2.11)")
     w, x = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(4, 3, device=device)
     function = RESULTS[result](method)
     expected = AROUND[around](function, w.detach(), x)
