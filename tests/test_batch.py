@@ -979,7 +979,7 @@ def _binary(p, x):
         lambda p, x: checkpoint(lambda x: F.linear(x, Unseen.apply(p["w"])).sin().sum(1), x, use_reentrant=False),
         pytest.param(
             lambda p, x: F.linear(x, triple(p["w"])).sin().sum(1),
-            marks=pytest.mark.skipif(bool(_functions.OR_UNSEEN), reason="psg does not see this call"),
+            marks=pytest.mark.skipif(not _functions.SEES_BOUND, reason="psg does not see this call"),
         ),
     ],
     ids=["signs", "of a computed weight", "factor", "reversed", "checkpointed", "bound before"],

@@ -883,7 +883,7 @@ def test_what_torch_refuses_inside_transforms_where_the_function_handles_that(na
         assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
     with pytest.raises(psg.PsgError, match="handles an error"):
         psg.per_sample_grad(fn, method="vmap")(*args)
-    assert rung(fn, *args) == ("capture" if name == "a function" and not _functions.OR_UNSEEN else "loop")
+    assert rung(fn, *args) == ("capture" if name == "a function" and _functions.SEES_BOUND else "loop")
 
 
 @pytest.mark.parametrize("swallows", [False, True])

@@ -405,11 +405,9 @@ class Ruleless(torch.autograd.Function):
         return 2 * cotangent * ctx.saved_tensors[0].cos()
 
 
-_OWN_APPLY = vars(torch.autograd.Function)["apply"]
-
-
 def _method_and_code():
-    return vars(torch.autograd.Function)["apply"], getattr(getattr(_OWN_APPLY, "__func__", None), "__code__", None)
+    method = vars(torch.autograd.Function)["apply"]
+    return method, getattr(getattr(method, "__func__", None), "__code__", None)
 
 
 @pytest.mark.filterwarnings("error::psg.FallbackWarning")
@@ -429,7 +427,7 @@ def _method_and_code():
         lambda w, x: (w @ (x * Quantised.apply(torch.full((4,), 0.7, device=x.device)))).sin().sum(),
         pytest.param(
             lambda w, x: (_quantised(w) @ _reversed(x * w[0], 2.0)).square().sum(),
-            marks=pytest.mark.skipif(bool(_functions.OR_UNSEEN), reason="psg does not see these calls"),
+            marks=pytest.mark.skipif(not _functions.SEES_BOUND, reason="psg does not see these calls"),
         ),
     ],
 )

@@ -58,7 +58,9 @@ def is_refusal(message: str) -> bool:
     return _REFUSAL in message
 
 
-OR_UNSEEN = "" if _applied is not None else ", or whose apply was bound before the call, as in `f = MyFunction.apply`"
+SEES_BOUND = _applied is not None
+"""Whether psg sees the calls of an `apply` that was bound before it looks."""
+OR_UNSEEN = "" if SEES_BOUND else ", or whose apply was bound before the call, as in `f = MyFunction.apply`"
 UNSEEN = (
     "fn calls an autograd.Function in the old style that psg cannot see: one of torch's own (a reentrant checkpoint, a full backward hook "
     f"of a module){OR_UNSEEN}"
@@ -66,9 +68,9 @@ UNSEEN = (
 
 
 def setup_of(function: type[Function]) -> Callable[..., Any] | None:
-    """The function's setup_context; None in the old style, which has none. No lookup of the attribute, by which `_Asked` tells torch's."""
-    is_own = inspect.getattr_static(function, "setup_context") is not vars(_SingleLevelFunction)["setup_context"]
-    return function.setup_context if is_own else None
+    """The function's setup_context; None in the old style, which has none."""
+    found = inspect.getattr_static(function, "setup_context")  # an ordinary lookup is what `_Asked` takes for torch's
+    return None if found is _inherited or isinstance(found, _Asked) else function.setup_context
 
 
 def call_within(args: Any, kwargs: Any) -> Any:
@@ -291,6 +293,7 @@ def _enter_hooks(self: saved_tensors_hooks) -> None:
 
 
 _entered = saved_tensors_hooks.__enter__
+_inherited: Any = vars(_SingleLevelFunction)["setup_context"]
 
 
 class _Asked:
@@ -300,9 +303,6 @@ class _Asked:
         if _noted.mode is not None and issubclass(owner, Function) and torch._C._are_functorch_transforms_active():
             _noted.mode.failure = f"{owner.__name__} {_REFUSAL} staticmethod"
         return _inherited.__func__
-
-
-_inherited: Any = vars(_SingleLevelFunction)["setup_context"]
 
 
 def _stand_in() -> types.CodeType:
