@@ -408,11 +408,7 @@ def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor
     """
     tensors = {**params, **buffers}
     own = {name: slots[name][0][slots[name][1]] for name in tensors}
-    marked = [
-        (attributes := vars(tensor), {key: value for key, value in _attributes_of(own[name]).items() if key not in attributes})
-        for name, tensor in params.items()
-        if not isinstance(tensor, nn.Parameter)
-    ]
+    marked = [(vars(tensor), _missing(tensor, own[name])) for name, tensor in params.items()]
     lists = [(layer, layer._flat_weights, layer._flat_weight_refs) for layer in layers]
     try:
         _put(slots, tensors)
@@ -429,9 +425,14 @@ def _holding(slots: _Slots, params: dict[str, Tensor], buffers: dict[str, Tensor
                 attributes.pop(key, None)
 
 
-def _attributes_of(parameter: Any) -> dict[str, Any]:
-    """What Python sees of a parameter beside the tensor: that it is one, and the attributes that were set on it, but for psg's marks."""
-    return {**{key: value for key, value in vars(parameter).items() if not key.startswith("_psg_")}, "_is_param": True}
+def _missing(tensor: Tensor, parameter: Any) -> dict[str, Any]:
+    """What Python sees of a parameter and not of a tensor: that it is one, and the attributes that were set on it, but for psg's marks."""
+    if isinstance(tensor, nn.Parameter):
+        return {}
+    found = {"_is_param": True}
+    if attributes := vars(parameter):
+        found |= {key: value for key, value in attributes.items() if not key.startswith("_psg_")}
+    return {key: value for key, value in found.items() if key not in vars(tensor)}
 
 
 def _put(slots: _Slots, tensors: Mapping[str, Tensor | None]) -> None:

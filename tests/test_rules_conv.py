@@ -140,6 +140,36 @@ def test_channels_last(own, n, groups, same, memory, seed, device):
     assert_agrees(Problem(fn, (weight, x)))
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+@given(
+    dims=st.sampled_from([2, 3]),
+    groups=st.integers(1, 3),
+    transposed=st.booleans(),
+    memory=st.sampled_from(["weight", "input", "both"]),
+    seed=st.integers(0, 99),
+)
+def test_derivatives_channels_last(n, dims, groups, transposed, memory, seed, device):
+    torch.manual_seed(seed)
+    op = {(2, False): F.conv2d, (2, True): F.conv_transpose2d, (3, False): F.conv3d, (3, True): F.conv_transpose3d}[dims, transposed]
+    weight = torch.randn(2 * groups, 2, *(3,) * dims, device=device)
+    x = torch.randn(n, 2 * groups, *(5, 4, 3)[:dims], device=device)
+
+    def fn(w, x):
+        return score(op(x[None], w, padding=1, groups=groups))
+
+    def derivatives(weight, x):
+        weight, x = weight.requires_grad_(), x.requires_grad_()
+        values, grads = psg.per_sample_value_and_grad(fn)(weight, x)
+        return torch.autograd.grad(score(grads) + values.sum(), (weight, x), materialize_grads=True)  # none reaches x if n = 0
+
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}[dims]
+    laid_out = [
+        tensor.clone(memory_format=last if memory in (name, "both") else torch.contiguous_format)
+        for name, tensor in (("weight", weight), ("input", x))
+    ]
+    assert_trees_close(derivatives(*laid_out), derivatives(weight, x), per_sample=False)
+
+
 # (images, in, out, groups, side, kernel): shapes, each with another cheapest algorithm.
 CHOICES = [
     (1, 3, 8, 1, 12, 5),

@@ -1,6 +1,7 @@
 """What the forward pass of a module does beside computing: writes into its tensors, and changes of its attributes."""
 
 import contextlib
+import itertools
 import operator
 import threading
 from collections import Counter, OrderedDict
@@ -59,10 +60,9 @@ class Attributes:
     def __init__(self, children: dict[str, nn.Module]) -> None:
         self._children = children
         self._held = {prefix: vars(child).copy() for prefix, child in children.items()}
-        # Most collections are hooks, and empty: no copy of these.
-        self._contents = {
-            id(value): value.copy() for held in self._held.values() for value in held.values() if type(value) in _COLLECTIONS and value
-        }
+        values = [*itertools.chain.from_iterable(map(dict.values, self._held.values()))]
+        collections = itertools.compress(values, map(_COLLECTIONS.__contains__, map(type, values)))
+        self._contents = {id(value): value.copy() for value in filter(None, collections)}  # most are hooks, and empty
 
     def restore(self) -> None:
         """Put everything back: a pass that is given up must not leave the next one another mode, other hooks or other attributes."""

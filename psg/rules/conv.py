@@ -47,7 +47,7 @@ def _convolution(dims: int) -> Any:
             input = F.pad(input, extra) if any(extra) else input
         padding = _each(padding, dims)
 
-        images, weight, bias = _ambient.narrowed(_images(input, dims), weight, bias)
+        images, weight, bias = _ambient.narrowed(_images(input, dims), _ordered(weight, groups), bias)
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * dims, groups)
         geometry = Geometry(kernel, stride, padding, dilation, groups)
         return reshape(output, (*input.shape[: input.ndim - dims - 1], *output.shape[1:])), {
@@ -72,7 +72,7 @@ def _transposed(dims: int) -> Any:
         if weight.is_complex() or input.ndim not in (dims + 2, dims + 3):
             return NotImplemented
         stride, padding, dilation, output_padding = (_each(option, dims) for option in (stride, padding, dilation, output_padding))
-        images, weight, bias = _ambient.narrowed(_images(input, dims), weight, bias)
+        images, weight, bias = _ambient.narrowed(_images(input, dims), _ordered(weight, groups), bias)
         output = torch.convolution(images.flatten(0, 1), weight, bias, stride, padding, dilation, True, output_padding, groups)
         geometry = Geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups)
         # An output padding of a stride or more leaves room for windows that no input position has: pad the input with zeros.
@@ -94,6 +94,14 @@ def _images(tensor: Tensor, dims: int) -> Tensor:
     return tensor.unsqueeze(1) if tensor.ndim == dims + 2 else tensor
 
 
+def _ordered(weight: Tensor, groups: int) -> Tensor:
+    """A weight whose gradient torch gets right (2.13), if it is asked for it: not where weight and one image are channels last, in groups.
+
+    That is so where another kernel than oneDNN's runs.
+    """
+    return weight.contiguous() if groups > 1 and weight.requires_grad else weight
+
+
 def _conv(cotangent: Tensor, input: Tensor, geometry: Geometry) -> Conv:
     """The factor; a sample with an entry of the cotangent that is not finite and meets padding alone is all NaN, as zero times it is."""
     if geometry.may_read_padding_alone(input.shape[3:]):  # else such an entry meets an entry of the input: no algorithm can omit it
@@ -109,8 +117,7 @@ def _repaired(op: Any, dims: int) -> None:
     def repaired(input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **named: Any) -> Any:
         """What vmap gets wrong (2.13): options, and weights of each sample's own.
 
-        It takes the length of `stride` for the number of spatial dimensions, and misplaces the bias. Where another kernel than oneDNN's
-        runs, the gradient of a weight with groups is wrong for one sample alone, if weight and data are channels last.
+        It takes the length of `stride` for the number of spatial dimensions, and misplaces the bias. And see `_ordered`.
         """
         groups = named.get("groups", options[3] if len(options) > 3 else 1)
         copied = groups > 1 and not weight.is_contiguous() and _functorch.is_vmapped(weight)
