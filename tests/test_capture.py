@@ -819,8 +819,12 @@ def test_function_modes_of_the_caller_see_no_parts_of_an_op(layer, device):
     inputs = (x, x, x) if layer is nn.MultiheadAttention else (x,)
     with DoublingTanh():
         expected = psg.per_sample_grad(loss, method="loop")(params, *inputs)
-        with pytest.warns(psg.FallbackWarning, match="has to be written out as other ops under vmap, and the call runs under DoublingTanh"):
+        refusal = "has to be written out as other ops inside of transforms, and the call runs under DoublingTanh"
+        with pytest.warns(psg.FallbackWarning, match=refusal):
             assert_trees_close(psg.per_sample_grad(loss)(params, *inputs), expected)
+        members = {name: param[None] for name, param in params.items()}
+        with pytest.raises(psg.PsgError, match=refusal):
+            torch.func.vmap(lambda params: psg.per_sample_grad(loss, method="loop")(params, *inputs))(members)
 
 
 def test_classes_that_change_ops_see_no_parts_of_an_op(device):
@@ -833,6 +837,9 @@ def test_classes_that_change_ops_see_no_parts_of_an_op(device):
     params, x = {name: param.detach() for name, param in module.named_parameters()}, torch.randn(N, 5, 4, device=device)
     with pytest.warns(psg.FallbackWarning):
         assert_trees_close(psg.per_sample_grad(fn)(params, x), loop_grad(fn)(params, x))
+    members = {name: param[None] for name, param in params.items()}
+    with pytest.raises(psg.PsgError, match="lstm has to be written out as other ops inside of transforms, and fn uses a DoubledTensor"):
+        torch.func.vmap(lambda params: psg.per_sample_grad(fn, method="loop")(params, x))(members)
 
 
 def test_a_default_device_context_changes_nothing(device):

@@ -740,7 +740,7 @@ def test_second_derivatives_of_a_bias_alone(method, watched, device):
     w, x = torch.randn(3, device=device), torch.randn(N, 2, 3, device=device)
     with Unchanged() if watched else contextlib.nullcontext():
         if watched and method == "vmap":
-            with pytest.raises(psg.PsgError, match="layer_norm has to be written out as other ops under vmap, and the call runs under"):
+            with pytest.raises(psg.PsgError, match="layer_norm has to be written out as other ops inside of transforms"):
                 psg.per_sample_grad(fn, method=method)(w, x)
             return
         found = psg.per_sample_grad(fn, method=method)(w, x)

@@ -154,7 +154,7 @@ def _refuse_watchers(func: Any, tensors: Sequence[Tensor]) -> None:
         PsgError: There is one.
     """
     if (why := foreign_mode() or foreign_handler(map(type, tensors))) is not None:
-        raise PsgError(f"{name_of(func)} has to be written out as other ops under vmap, and {why}")
+        raise PsgError(f"{name_of(func)} has to be written out as other ops inside of transforms, and {why}")
 
 
 def _refuse_constants(func: Any, args: Any, kwargs: Any, level: int) -> None:
@@ -239,6 +239,8 @@ class Repaired(TorchFunctionMode):
                 with self:
                     output = decompose(*args, **kwargs)
                 if output is not NotImplemented:
+                    if self.is_inside:
+                        _refuse_watchers(func, tensors_of(args, kwargs))
                     return output
             self._ran_undecomposed |= misderived
         if func in DIFFERENTIATING and kwargs.get("create_graph"):
