@@ -1110,6 +1110,25 @@ def test_what_vmap_gets_wrong_is_sent_around_inside_transforms_too(transform, in
 
 
 @pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1]])
+def test_data_inside_a_transform_of_fn_is_a_constant_for_that_alone(transform, method, device):
+    def fn(w, x):
+        return transform(lambda y: ((y * w).data * y + w.data * y.sin()).sum() + (w * w.data).sum())(x).sin().sum()
+
+    def flat(w):
+        return psg.per_sample_grad(fn, method=method)(w, x).sin()
+
+    w, x = torch.randn(3, 3, device=device), torch.randn(3, 3, device=device)
+    assert_trees_close(psg.per_sample_grad(fn, method=method)(w, x), loop_grad(fn)(w, x))
+    both = torch.stack([w, w.cos()])
+    assert_trees_close(torch.func.vmap(flat)(both), torch.stack([loop_grad(fn)(own, x).sin() for own in both]))
+    tracked = w.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(flat(tracked).sum(), tracked)
+    assert_trees_close(torch.func.grad(lambda w: flat(w).sum())(w), slopes)
+
+
+@pytest.mark.filterwarnings("ignore::psg.FallbackWarning")
 def test_a_frozen_matrix_that_is_written_into_after_it_was_read(device):
     """The product's backward would read the matrix's new values; plain PyTorch raises too."""
 

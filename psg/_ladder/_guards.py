@@ -19,6 +19,7 @@ from psg._torch._higher_order import refuse_others
 from psg._torch._ops import (
     ACCUMULATING,
     DIFFERENTIATING,
+    GET_DATA,
     LIKENESSES,
     METADATA,
     TEXTS,
@@ -126,6 +127,8 @@ class VmapGuard(Looking):
             raise PsgError(TEXT_OF_ALL)
         if func in DIFFERENTIATING and kwargs.get("create_graph") and self._ran_undecomposed:
             raise Retry("fn differentiates gradients of an op whose higher derivatives torch gets wrong", recorded=True)
+        if _is_data_inside(func, args, self.level):
+            return func(*args)
         # In a transform of fn's own, too, which may differentiate, and in its levels of forward-mode autograd.
         inside = _functorch.current_level() > self.level or _functorch.tangents_active()
         higher = is_misderived(func) and (self.recorded or inside)
@@ -145,6 +148,11 @@ class VmapGuard(Looking):
         if self.differentiated and is_function and (why := _functions.unbatched(args[0], tensors, output, self.level - 1)) is not None:
             raise PsgError(why)
         return output
+
+
+def _is_data_inside(func: Any, args: Any, level: int) -> bool:
+    """Whether this is `.data` of a tensor of a transform of fn's own, above this level: a constant for that transform alone."""
+    return func == GET_DATA and _functorch.level_of(args[0]) > level
 
 
 def _refuse_watchers(func: Any, tensors: Sequence[Tensor]) -> None:
@@ -216,6 +224,7 @@ class Repaired(TorchFunctionMode):
     def __init__(self, differentiated: bool = False) -> None:
         super().__init__()
         self.differentiated = differentiated
+        self.level = _functorch.current_level()
         self.is_inside = _functorch.transform_active()
         self.hooks = _autograd.saved_tensor_hooks()
         self.is_misderived = False
@@ -228,6 +237,8 @@ class Repaired(TorchFunctionMode):
         if (form := python_form(func)) is not None:
             with self:
                 return form(*args, **kwargs)
+        if _is_data_inside(func, args, self.level):
+            return func(*args)
         refuse_others(func, args)
         misderived = is_misderived(func)
         if self.is_inside or misderived:
@@ -270,7 +281,6 @@ class LoopGuard(Repaired, Looking):
         super().__init__(differentiated)
         self.history = history
         self.outside = call.outside
-        self.level = _functorch.current_level()
         self.tracers = _functorch.Tracers()
         self.own = frozenset(map(id, own))
         self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
