@@ -1,6 +1,7 @@
 """Losses, whose rules fold the samples into rows, against the loop over drawn shapes and options."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -79,6 +80,31 @@ def test_many_logits_and_few(many, n, rows, size, labels, reduction, seed, devic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "_MANY_LOGITS", 0 if many else 1 << 18)
         assert_agrees(Problem(fn, (w, x, y)))
+
+
+LOSSES_OF_CLASSES = {
+    "cross_entropy": F.cross_entropy,
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
+    "nll_loss": lambda logits, y, **options: F.nll_loss(logits.log_softmax(-1), y, **options),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_CLASSES)
+@given(n=st.integers(0, 3), rows=st.sampled_from([(), (1,), (3,)]), weight=st.booleans(), reduction=REDUCTIONS, seed=st.integers(0, 99))
+def test_labels_in_bytes(name, n, rows, weight, reduction, seed, device):
+    torch.manual_seed(seed)
+    w, x = torch.randn(5, 3, device=device), torch.randn(n, *rows, 3, device=device)
+    y = torch.randint(1, 5, (n, *rows), device=device)
+    if rows:
+        y[..., 1:] = 0  # is ignored
+    options = {"weight": torch.rand(5, device=device) if weight else None, "reduction": reduction, "ignore_index": 0}
+    fn = lambda w, x, y: weighted(LOSSES_OF_CLASSES[name](F.linear(x, w), y, **options))  # noqa: E731
+    found = [psg.per_sample_value_and_grad(fn, method="capture"), psg.per_sample_value_and_grad(fn, method="vmap")]
+    found.append(lambda w, x, y: torch.func.vmap(lambda w: psg.per_sample_value_and_grad(fn)(w, x, y))(w[None]))
+    for transform in found:
+        values, grads = transform(w, x, y.byte())
+        expected = psg.per_sample_value_and_grad(fn, method="loop")(w, x, y)
+        assert_trees_close((values.reshape(n), grads.reshape(n, 5, 3)), expected)
 
 
 @given(seed=st.integers(0, 1000), reduction=REDUCTIONS)

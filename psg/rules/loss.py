@@ -99,7 +99,10 @@ def smoothed_and_weighted(
     """(1 - eps) loss + eps / classes * -sum_k w_k log softmax(x)_k, written out: torch selects by a mask here, which vmap cannot do.
 
     A mean divides by the summed weights of the targets. Source: cross_entropy_loss_label_smoothing in aten/src/ATen/native/LossNLL.cpp.
+    And for bytes see `labels_in_bytes`.
     """
+    if target.dtype == torch.uint8:
+        return F.cross_entropy(input, target.long(), weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if weight is None or not label_smoothing or target.is_floating_point() or not _is_plain(size_average, reduce, reduction):
         return NotImplemented
     if label_smoothing > 1:
@@ -113,8 +116,15 @@ def smoothed_and_weighted(
     if reduction != "none":
         smooth = smooth.sum()
     if reduction == "mean":
-        smooth = smooth / weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
+        weights = weight.index_select(0, target.masked_fill(ignored, 0).flatten())  # vmap cannot index by a tensor []
+        smooth = smooth / weights.masked_fill(ignored.flatten(), 0).sum()
     return (1 - label_smoothing) * plain + label_smoothing / input.shape[dim] * smooth
+
+
+@decomposition(F.nll_loss)
+def labels_in_bytes(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Class indices of 8 bits, as image data sets store them, which vmap does not take."""
+    return F.nll_loss(input, target.long(), *args, **kwargs) if target.dtype == torch.uint8 else NotImplemented
 
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
