@@ -553,6 +553,10 @@ def test_distances_of_parameters_are_not_computed_once(device):
     w, x = torch.randn(4, 4, device=device), torch.randn(N, 4, 4, device=device)
     assert "cdist: lifted" in psg.explain(fn)(w, x).leaves[0].uses
     assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+    # Nor is vmap(grad) over the samples right: they share what cdist takes, but not the cotangent.
+    for method in ("auto", "loop"):
+        with pytest.raises(psg.PsgError, match="cdist under vmap.* call psg in a loop over the members of the vmap"):
+            torch.func.vmap(lambda x: psg.per_sample_grad(fn, method=method)(w, x[None]))(x)  # noqa: B023
 
 
 @pytest.mark.parametrize("n", [0, 1, N])

@@ -283,6 +283,7 @@ class LoopGuard(Repaired, Looking):
         self.outside = call.outside
         self.tracers = _functorch.Tracers()
         self.own = frozenset(map(id, own))
+        self.is_vmapped = _functorch.vmap_depth() > 0
         self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
         self.recorded_ids: set[int] = set()
         self.other_ids: set[int] = set()
@@ -310,10 +311,13 @@ class LoopGuard(Repaired, Looking):
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # A vmap around psg runs the loop for all of its members at once, and gets ops as wrong as psg's own does on the rungs above.
-        batched = [value for tensor in tensors_of(args, kwargs) for value in _functorch.under_vmaps(tensor, self.level)]
+        # A vmap around psg runs the loop for all of its members at once, and gets ops as wrong as psg's own does on the rungs above: also
+        # where the members share all operands, but not the cotangents.
+        tensors = tensors_of(args, kwargs)
+        batched = [value for tensor in tensors for value in _functorch.under_vmaps(tensor, self.level)]
         recorded = ("capture",) if any(value.requires_grad for value in batched) else ()
-        if batched and (reason := find_leak(func, args, kwargs, "vmap", *recorded)) is not None:
+        meets = batched or self.is_vmapped and any(tensor.requires_grad for tensor in tensors)
+        if meets and (reason := find_leak(func, args, kwargs, "vmap", *recorded)) is not None:
             raise PsgError(f"{reason}; call psg in a loop over the members of the vmap around it")
         return super()._run(func, args, kwargs)
 
