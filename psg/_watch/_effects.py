@@ -87,7 +87,11 @@ class Attributes:
         """
         for prefix, held in self._held.items():
             attributes = vars(self._children[prefix])
-            for name in attributes.keys() - _MODULES_OWN:
+            names = attributes.keys() - _MODULES_OWN
+            values = [*map(attributes.get, names)]
+            if all(map(operator.is_, values, map(held.get, names))) and _COLLECTIONS.isdisjoint(map(type, values)):
+                continue  # as most: nothing has changed
+            for name in names:
                 value = attributes[name]
                 if type(value) in _COLLECTIONS and value is held.get(name):
                     before = self._contents.get(id(value), ())
