@@ -138,6 +138,80 @@ def test_another_sample_leaves_a_row_untouched(case, device):
         assert_trees_close(tree_map(lambda leaf: leaf[index], after), kept, name="grads", per_sample=False)  # noqa: B023
 
 
+READS_ITS_LAYOUT = {
+    "derived: complex numbers",
+    "leak: as_strided of a parameter",
+    "leak: is_contiguous of a memory format",
+    "leak: parameter seen as complex",
+}
+
+
+def with_gaps(tensor):
+    """The same entries with others between them, which nothing may read."""
+    others = torch.full_like(tensor, torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+    return torch.stack([tensor, others], -1)[..., 0]
+
+
+def sample_by_sample(tensor):
+    """The same entries, with dimension 0 innermost in memory."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.ndim > 1 else tensor
+
+
+@each_case(lambda case: not case.not_capture and case.name not in READS_ITS_LAYOUT)
+@pytest.mark.parametrize("laid_out", [with_gaps, sample_by_sample])
+def test_memory_layouts_change_nothing(case, laid_out, device):
+    problem = case.build(device)
+    args = tree_map(lambda leaf: laid_out(leaf) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided else leaf, problem.args)
+    assert_trees_close(gradients(problem._replace(args=args)), oracle(problem), name="grads")
+
+
+NOT_UNDER_VMAP = {
+    "data dependent branch",
+    "embedding scale_grad_by_freq and padding_idx",
+    "embedding scale_grad_by_freq",
+    "leak: as_strided of a slice",
+    "leak: as_strided of a transposed activation",
+    "leak: as_strided of an activation",
+    "leak: distances between parameters",
+    "memory format: read by as_strided",
+    "old style autograd function",
+}
+REFUSED = {
+    "members": NOT_UNDER_VMAP
+    | {"branch on a parameter", "leak: as_strided of a parameter", "leak: matrix assembled in place from parameters"},
+    "samples": NOT_UNDER_VMAP | {"leak: in-place write of the sample into a derived parameter"},
+}
+
+
+@each_case(runs_on_capture)
+@pytest.mark.parametrize("over", ["members", "samples"])
+def test_under_vmap(case, over, device):
+    """Each member of stacked parameters has its own gradients; and so has each sample, where psg gets a batch of it alone."""
+    problem = case.build(device)
+    batch = cut(problem)
+    leaves, dims = zip(*batch.pairs(), strict=True)
+    if over == "members":
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point and dims[i] is None]
+    else:
+        places = [i for i, dim in enumerate(dims) if dim is not None]
+
+    def own(*tensors):
+        filled = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor if over == "members" else tensor.unsqueeze(dims[i])
+        return tuple(flatten(gradients(problem._replace(args=tuple(unflatten(batch.spec, filled)))))[0])
+
+    given = [torch.stack([leaves[i], leaves[i].flip(0)]) if over == "members" else leaves[i] for i in places]
+    run = torch.func.vmap(own, in_dims=0 if over == "members" else tuple(dims[i] for i in places))
+    if case.name in REFUSED[over]:
+        with pytest.raises((psg.PsgError, RuntimeError)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(*given)
+        return
+    found = [grad[0] if over == "members" else grad[:, 0] for grad in run(*given)]
+    assert_trees_close(found, flatten(oracle(problem))[0], name="grads")
+
+
 @each_case(runs_on_capture)
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7])
 def test_chunks_change_nothing(case, chunk_size, device):
