@@ -450,6 +450,30 @@ def test_rows_by_the_matrices_of_their_experts(n, beyond, transposed, device):
         assert "_grouped_mm: rule" in str(psg.explain(fn)(params, x, choice))
 
 
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_rows_that_no_expert_takes_have_no_gradient(n, method, device):
+    """torch's own is what was in that memory before."""
+    experts, t = 3, 6
+    w, scale = torch.randn(experts, 4, 8, device=device), torch.rand(4, device=device) + 1
+    x, ends = torch.randn(n, t, 4, device=device), torch.tensor([2, 2, 4], dtype=torch.int32, device=device).expand(n, -1)
+
+    def fn(p, x, ends):
+        w, scale = p
+        y = torch._grouped_mm((x * scale).float(), w.float(), offs=ends)[:4]
+        return y.double().sin().square().sum()
+
+    def plain(p, x, ends):
+        w, scale = p
+        return torch.einsum("ti,tio->to", (x * scale)[:4], w[[0, 0, 2, 2]]).sin().square().sum()
+
+    spoiled = [torch.full((t, 4), torch.nan, dtype=torch.float32, device=device) for _ in range(50)]
+    del spoiled
+    arguments, options = ((w, scale), x, ends), {"argnums": (0, 1), "in_dims": (None, 0, 0)}
+    found = psg.per_sample_grad(fn, method=method, **options)(*arguments)
+    assert_trees_close(found, loop_grad(plain, **options)(*arguments), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_of_large_matrices_are_not_materialised(transposed, device):
     # The op takes no float64; tests of Routed itself do.

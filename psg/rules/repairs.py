@@ -511,6 +511,16 @@ def index_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return input.copy_(torch.index_reduce(input.clone(), *args, **kwargs) if output is NotImplemented else output)
 
 
+@decomposition(torch._grouped_mm, everywhere=True)  # pyright: ignore[reportPrivateImportUsage]
+def grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Rows of zeros in the place of those beyond the last offset, whose gradients torch (2.13) leaves uninitialised."""
+    if offs is None or out_dtype is not None or self.ndim != 2 or mat2.ndim != 3:
+        return NotImplemented
+    within = torch.arange(len(self), device=offs.device) < offs[-1]
+    rows = torch.where(within[:, None], self, 0)
+    return torch._grouped_mm(rows, mat2, offs, bias, self.dtype)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @decomposition(torch.polar, everywhere=True)
 def polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
     """From the real and the imaginary part. Where the radius is zero, torch (2.13) takes the direction of its result, which is zero too."""
