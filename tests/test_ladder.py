@@ -570,6 +570,9 @@ def test_ties_share_the_gradient_as_in_torch(name, use, device):
         values, grads = psg.per_sample_value_and_grad(fn, method=method)(w, x)
         assert_trees_close(values, expected_values)
         assert_trees_close(grads, expected)
+        each = lambda w: torch.vmap(lambda x: psg.per_sample_grad(fn, method=method)(w, x[None])[0])(x)  # noqa: B023, E731
+        assert_trees_close(each(w), expected)
+        assert_trees_close(torch.vmap(each)(w[None])[0], expected)
     x = x.requires_grad_()  # the values' own derivative
     values, _ = psg.per_sample_value_and_grad(fn)(w, x)
     assert_trees_close(torch.autograd.grad(values.sum(), x), torch.autograd.grad(sum(fn(w, own) for own in x), x))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import _get_current_function_mode
 
 from psg._torch import _functorch
 from psg._torch._ops import GET_DATA, SET_DATA, substitute, tensors_of
@@ -34,6 +35,11 @@ def _nanmedian(input: Tensor) -> Tensor:
     return ordered.gather(0, ((count - 1) // 2).clamp(min=0))[0]
 
 
+def _level_of_fn() -> float:
+    """The level at which the pass that watches fn runs it; transforms above it are fn's own. Where fn has none, nothing is above."""
+    return getattr(_get_current_function_mode(), "level", math.inf)
+
+
 def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
     @decomposition(op)
     def whole(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +47,9 @@ def _shared_evenly(op: Any, value_of: Callable[[Tensor], Tensor]) -> None:
 
         That is because vmap reduces along a dimension. Under a vmap of fn's own torch itself does so: the call is declined.
         """
-        if args or kwargs or len(_functorch.vmap_levels(input)) != 1 or not input.is_floating_point() or input.numel() == 0:
+        if args or kwargs or not input.is_floating_point() or input.numel() == 0:
+            return NotImplemented
+        if not (levels := _functorch.vmap_levels(input)) or max(levels) > _level_of_fn():
             return NotImplemented
         value = value_of(input.detach())
         chosen = (input == value) | (input.isnan() & value.isnan())
