@@ -99,6 +99,17 @@ def assert_derivatives_agree(problem: Problem) -> None:
     assert_trees_close(tuple(own[1] for own in members), expected, atol=atol, name="vmap", per_sample=False)
 
 
+def is_right_under_vmap(fn, w, *samples, expected) -> bool:
+    """Whether psg runs fn under a vmap over the samples, where it gets each alone: what it computes must equal what is expected."""
+    each = torch.func.vmap(lambda *own: psg.per_sample_grad(fn)(w, *(sample[None] for sample in own)))
+    try:
+        found = each(*samples)
+    except (psg.PsgError, RuntimeError):  # psg's error, or torch's
+        return False
+    assert_trees_close(found[:, 0], expected, name="under vmap")
+    return True
+
+
 def cut(problem: Problem) -> Batch:
     return Batch(problem.fn, problem.args, Options(problem.options.get("argnums", 0), problem.options.get("in_dims")))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import is_right_under_vmap
 from cases import score
 from conftest import as_large
 from hypothesis import assume, given
@@ -241,6 +242,7 @@ def test_what_a_number_of_the_sample_s_own_selects(write, device):
     assert_trees_close(psg.per_sample_grad(fn)(*args), expected)
     fast = psg.jit(psg.per_sample_grad(fn), backend="eager")
     assert_trees_close(fast(*args), expected)
+    assert is_right_under_vmap(fn, *args, expected=expected) == (write in ("a row that is only read", "a row that is assigned"))
 
 
 THROUGH = {
@@ -380,6 +382,7 @@ def test_reshapes_of_what_is_laid_out_otherwise_for_all_samples(make, write, met
             assert method != "auto"
         else:
             assert_trees_close(found, expected)
+    assert not is_right_under_vmap(fn, *args, expected=loop_grad(fn)(*args))
 
 
 KEPT = {

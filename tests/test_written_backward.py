@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import is_right_under_vmap
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -327,6 +328,7 @@ def test_an_error_that_a_function_handles(where, rule, disabled, device):
     x[1] = -w.sign()
     with psg.rules.disabled() if disabled else contextlib.nullcontext():
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert not is_right_under_vmap(fn, w, x, expected=loop_grad(fn)(w, x))
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -342,6 +344,7 @@ def test_an_error_that_a_hook_handles(disabled, device):
         pytest.warns(psg.FallbackWarning, match="a hook, handles an error"),
     ):
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert not is_right_under_vmap(fn, w, x, expected=loop_grad(fn)(w, x))
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -360,3 +363,4 @@ def test_tangents_that_a_backward_takes_of_solutions(disabled, device):
     w, x = torch.randn(3, device=device), torch.randn(4, 3, device=device)
     with psg.rules.disabled() if disabled else contextlib.nullcontext(), pytest.warns(psg.FallbackWarning, match="other pivots"):
         assert_trees_close(psg.per_sample_grad(fn)(w, x), loop_grad(fn)(w, x))
+        assert not is_right_under_vmap(fn, w, x, expected=loop_grad(fn)(w, x))

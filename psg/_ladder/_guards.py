@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from psg._call import Call
 from psg._capture._agreed import TEXT_OF_ALL
 from psg._capture._written import has_written_backward, run_watched
-from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError
+from psg._errors import USED_ELSEWHERE, PsgError, Stale, StateError, UnsupportedByVmap
 from psg._torch import _autograd, _functions, _functorch
 from psg._torch._autocast import cast_of
 from psg._torch._cached import cached
@@ -283,7 +283,6 @@ class LoopGuard(Repaired, Looking):
         self.outside = call.outside
         self.tracers = _functorch.Tracers()
         self.own = frozenset(map(id, own))
-        self.is_vmapped = _functorch.vmap_depth() > 0
         self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
         self.recorded_ids: set[int] = set()
         self.other_ids: set[int] = set()
@@ -310,16 +309,48 @@ class LoopGuard(Repaired, Looking):
         self.outside.made(output, kwargs)
         return output
 
+
+class MembersGuard(LoopGuard):
+    """In the loop under a vmap around psg, which runs all of its members at once: refuses what may give one another result than alone.
+
+    Attributes:
+        aliases: Tensors that share memory in one member, or may.
+        failure: The message of the last error that an op raised, which fn may have caught.
+        has_written: Whether fn calls ops whose backward passes users may have written.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.aliases = Aliases((), follows=True)
+        self.failure: str | None = None
+        self.has_written = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torchs_arguments(func, args, kwargs)
+        if changes_nothing(func, args):
+            return None
+        try:
+            self.has_written = self.has_written or has_written_backward(func)
+            tensors, target = tensors_of(args, kwargs), target_of(func, args, kwargs)
+            if func not in METADATA:
+                self.aliases.read(name_of(func), tensors)
+            if target is not None:
+                self.aliases.write(name_of(func), written(target))
+            output = super().__torch_function__(func, types, args, kwargs)
+            return self.aliases.note(func, args, kwargs, tensors, output)
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # A vmap around psg runs the loop for all of its members at once, and gets ops as wrong as psg's own does on the rungs above: also
-        # where the members share all operands, but not the cotangents.
+        # It gets ops as wrong as psg's own vmap does on the rungs above: also where the members share all operands, but not the cotangents.
         tensors = tensors_of(args, kwargs)
         batched = [value for tensor in tensors for value in _functorch.under_vmaps(tensor, self.level)]
         recorded = ("capture",) if any(value.requires_grad for value in batched) else ()
-        meets = batched or self.is_vmapped and any(tensor.requires_grad for tensor in tensors)
+        meets = batched or any(tensor.requires_grad for tensor in tensors)
         if meets and (reason := find_leak(func, args, kwargs, "vmap", *recorded)) is not None:
-            raise PsgError(f"{reason}; call psg in a loop over the members of the vmap around it")
-        return super()._run(func, args, kwargs)
+            raise UnsupportedByVmap(reason)
+        return run_watched(func, args, kwargs) if func is _functions.custom_function_call else super()._run(func, args, kwargs)
 
 
 class RerunGuard(Repaired):

@@ -21,7 +21,7 @@ from psg._capture._capture import capture
 from psg._capture._strided import Noting, View
 from psg._capture._written import WrittenBackward
 from psg._errors import InputError, PsgError, Stale, StateError, Unsupported, first_line
-from psg._ladder._guards import LoopGuard, RerunGuard, Unasserted, VmapGuard
+from psg._ladder._guards import LoopGuard, MembersGuard, RerunGuard, Unasserted, VmapGuard
 from psg._torch import _ambient, _autograd, _functions, _functorch, _random, _scripts
 from psg._torch._ops import foreign_mode, handles_ops, tensors_of
 from psg._watch import _copies, _pass
@@ -405,19 +405,32 @@ def _look(call: Call, nodes: list[Any], own: list[Tensor], seen: set[int], calle
 
 def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[Tensor, ...]:
     """One sample's gradients inside an enclosing transform, which can differentiate `torch.func.grad` but not plain autograd."""
-    derived = _functorch.is_differentiated()
+    derived, backward = _functorch.is_differentiated(), WrittenBackward(is_on=False)
+    is_vmapped = _functorch.vmap_depth() > 0
 
     def function(*own: Tensor) -> tuple[Tensor, Any]:
         for position, leaf in zip(call.params, own, strict=True):
             leaves[position] = leaf
-        with _scripts.watched(_expect_right(call), inlines=derived), LoopGuard(call):
+        guard = MembersGuard(call) if is_vmapped else LoopGuard(call)
+        with _scripts.watched(_expect_right(call), inlines=derived), guard:
             values = outputs.of(leaves)
+        if isinstance(guard, MembersGuard):
+            if guard.failure is not None:
+                raise Unsupported(f"the function handles an error: {guard.failure}")
+            guard.aliases.read("the result", values)
+            backward.is_on, backward.has_begun = guard.has_written, True
         if derived:
             _refuse_scripts(values[0])
         return values[0], values
 
     own = [leaves[position] for position in call.params]
-    gradients, values = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
+    try:
+        with backward if is_vmapped else contextlib.nullcontext():
+            gradients, values = torch.func.grad(function, argnums=tuple(range(len(own))), has_aux=True)(*own)
+    except Unsupported as error:
+        if not is_vmapped:
+            raise
+        raise PsgError(f"{error}; call psg in a loop over the members of the vmap around it") from error
     return (*gradients, *values)
 
 
