@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import is_right_under_vmap
 from cases import N, each_case, score
 from differentiation import Times
 from torch import nn
@@ -813,6 +814,7 @@ def test_text_of_a_tensor_is_its_sample_s(name, how, args):
     grad = psg.per_sample_grad(fn)
     with psg.rules.disabled() if how == "vmap" else contextlib.nullcontext():
         assert_trees_close((psg.jit(grad, backend="eager") if how == "jit" else grad)(w, x), loop_grad(fn)(w, x))
+    assert not is_right_under_vmap(fn, w, x, expected=loop_grad(fn)(w, x))
 
 
 def test_a_function_may_print(args, capsys):
@@ -886,6 +888,11 @@ def test_what_torch_refuses_inside_transforms_where_the_function_handles_that(na
         assert_trees_close(psg.per_sample_grad(fn)(*args), loop_grad(fn)(*args))
     with pytest.raises(psg.PsgError, match="handles an error"):
         psg.per_sample_grad(fn, method="vmap")(*args)
+    w, x = args
+    grads = lambda w: psg.per_sample_grad(fn, method="loop")(w, x)  # noqa: E731
+    for run in (lambda: torch.func.jacrev(grads)(w), lambda: torch.vmap(grads)(w[None])):
+        with pytest.raises(psg.PsgError, match="handles an error"):
+            run()
     assert rung(fn, *args) == ("capture" if name == "a function" and _functions.SEES_BOUND else "loop")
 
 

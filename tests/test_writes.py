@@ -382,7 +382,8 @@ def test_reshapes_of_what_is_laid_out_otherwise_for_all_samples(make, write, met
             assert method != "auto"
         else:
             assert_trees_close(found, expected)
-    assert not is_right_under_vmap(fn, *args, expected=loop_grad(fn)(*args))
+    if method == "auto":
+        assert not is_right_under_vmap(fn, *args, expected=loop_grad(fn)(*args))
 
 
 KEPT = {

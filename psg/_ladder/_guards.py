@@ -275,6 +275,7 @@ class LoopGuard(Repaired, Looking):
     Attributes:
         recorded_ids: The ids of the tensors that were given to ops while autograd was on.
         other_ids: The ids of those that were given to other ops.
+        failure: The message of the last error that only transforms raise, which fn may have caught.
     """
 
     def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False, history: bool = False) -> None:
@@ -286,6 +287,7 @@ class LoopGuard(Repaired, Looking):
         self.draws_once = call.randomness == "same" and not self.is_inside  # transforms around psg have a randomness of their own
         self.recorded_ids: set[int] = set()
         self.other_ids: set[int] = set()
+        self.failure: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = torchs_arguments(func, args, kwargs)
@@ -315,14 +317,13 @@ class MembersGuard(LoopGuard):
 
     Attributes:
         aliases: Tensors that share memory in one member, or may.
-        failure: The message of the last error that an op raised, which fn may have caught.
+        failure: The message of the last error that an op raised.
         has_written: Whether fn calls ops whose backward passes users may have written.
     """
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         self.aliases = Aliases((), follows=True)
-        self.failure: str | None = None
         self.has_written = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -332,6 +333,8 @@ class MembersGuard(LoopGuard):
         try:
             self.has_written = self.has_written or has_written_backward(func)
             tensors, target = tensors_of(args, kwargs), target_of(func, args, kwargs)
+            if func in TEXTS and _functorch.is_vmapped(tensors[0]):
+                raise UnsupportedByVmap(TEXT_OF_ALL)
             if func not in METADATA:
                 self.aliases.read(name_of(func), tensors)
             if target is not None:
