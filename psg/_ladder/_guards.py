@@ -276,7 +276,10 @@ class LoopGuard(Repaired, Looking):
         recorded_ids: The ids of the tensors that were given to ops while autograd was on.
         other_ids: The ids of those that were given to other ops.
         failure: The message of the last error that only transforms raise, which fn may have caught.
+        refusal: The error that tells of it.
     """
+
+    refusal: type[PsgError] = PsgError
 
     def __init__(self, call: Call, own: Sequence[Any] = (), differentiated: bool = False, history: bool = False) -> None:
         super().__init__(differentiated)
@@ -311,6 +314,11 @@ class LoopGuard(Repaired, Looking):
         self.outside.made(output, kwargs)
         return output
 
+    def expect_right(self, values: Sequence[Tensor]) -> None:
+        """Refuse the results of an fn that has handled such an error: it has taken a path that it would not take outside of transforms."""
+        if self.failure is not None:
+            raise self.refusal(f"the function handles an error: {self.failure}")
+
 
 class MembersGuard(LoopGuard):
     """In the loop under a vmap around psg, which runs all of its members at once: refuses what may give one another result than alone.
@@ -320,6 +328,8 @@ class MembersGuard(LoopGuard):
         failure: The message of the last error that an op raised.
         has_written: Whether fn calls ops whose backward passes users may have written.
     """
+
+    refusal = UnsupportedByVmap
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -354,6 +364,11 @@ class MembersGuard(LoopGuard):
         if meets and (reason := find_leak(func, args, kwargs, "vmap", *recorded)) is not None:
             raise UnsupportedByVmap(reason)
         return run_watched(func, args, kwargs) if func is _functions.custom_function_call else super()._run(func, args, kwargs)
+
+    def expect_right(self, values: Sequence[Tensor]) -> None:
+        """As in the base class; also those that may lack a write."""
+        super().expect_right(values)
+        self.aliases.read("the result", values)
 
 
 class RerunGuard(Repaired):

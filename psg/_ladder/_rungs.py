@@ -414,10 +414,8 @@ def _nested_gradient(call: Call, leaves: list[Any], outputs: _Outputs) -> tuple[
         guard = MembersGuard(call) if is_vmapped else LoopGuard(call)
         with _scripts.watched(_expect_right(call), inlines=derived), _functions.noting(guard), guard:
             values = outputs.of(leaves)
-        if guard.failure is not None:
-            raise (Unsupported if is_vmapped else PsgError)(f"the function handles an error: {guard.failure}")
+        guard.expect_right(values)
         if isinstance(guard, MembersGuard):
-            guard.aliases.read("the result", values)
             backward.is_on, backward.has_begun = guard.has_written, True
         if derived:
             _refuse_scripts(values[0])
