@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from agreement import is_right_under_vmap
 from cases import N, each_case, score
 from differentiation import Times
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -577,6 +579,23 @@ def test_ties_share_the_gradient_as_in_torch(name, use, device):
     x = x.requires_grad_()  # the values' own derivative
     values, _ = psg.per_sample_value_and_grad(fn)(w, x)
     assert_trees_close(torch.autograd.grad(values.sum(), x), torch.autograd.grad(sum(fn(w, own) for own in x), x))
+
+
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+@pytest.mark.parametrize("method", ["capture", "vmap", "loop"])
+@given(sizes=st.lists(st.integers(1, 3), max_size=2), n=st.integers(0, 3), inside=st.booleans(), seed=st.integers(0, 99))
+def test_ties_under_a_vmap_around(name, method, sizes, n, inside, seed, device):
+    """Under one of fn's own, torch gives the gradient to one of them."""
+    torch.manual_seed(seed)
+    w, x = torch.ones(sizes, device=device), torch.randint(3, (n, 2, *sizes), device=device).to(torch.get_default_dtype())
+    reduced = getattr(torch, name)
+
+    def fn(w, x):
+        return torch.vmap(lambda row: reduced(w * row))(x).sin().sum() if inside else reduced(w * x).sin() * x.sum()
+
+    members = torch.stack([w, 2 * w])
+    found = torch.vmap(lambda w: psg.per_sample_grad(fn, method=method)(w, x))(members)
+    assert_trees_close(found, torch.stack([loop_grad(fn)(own, x) for own in members]))
 
 
 def solved(left=True, adjoint=False, old=False):
